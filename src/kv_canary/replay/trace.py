@@ -238,7 +238,7 @@ def _count(name: str, value: Any) -> int:
 
 
 def _digits(text: str) -> int | str:
-    """The number, where a field is nothing but digits; int() alone would also read `1_0` and `²`."""
+    """The number where the field is digits, else the field; int() would also read `1_0` and `²`."""
     text = text.strip()
     return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else text
 
