@@ -1,0 +1,294 @@
+"""Assembling a batch: requests in, one packed buffer out. The work behind the builder and the constructors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypedDict
+
+import attrs
+import numpy as np
+import torch
+
+from ragged import rearrange
+from ragged.convert import Coercion, Converter, Int64Array, Mode
+from ragged.errors import RaggedTypeError, RaggedValueError
+from ragged.layout import Bounds, Overflow, RaggedLayout, duplicate_row
+from ragged.packing import header_size, write_header
+from ragged.rules import HasLength, apply
+from ragged.sequences import Sequences, mixed_devices, read_flat, read_part, read_sequences
+from ragged.staging import Slot, StagingRing
+from ragged.tokens import NO_COUNTS, TokenCounts, TokenRules, WideTokens
+
+
+class BatchOptions(TypedDict, total=False):
+    """The keywords that every way of making a batch shares.
+
+    device: where the batch lives, ``"cpu"`` by default; its index is fixed at construction.
+    mode: ``"strict"`` (default) or ``"coerce"``.
+    vocab_size: token ids must be below it.
+    pool_shape: ``(max_reqs, max_context_len)`` that rows and columns are held against.
+    overflow: ``"raise"`` (default) or ``"truncate"`` where a segment ends beyond ``max_context_len``.
+    allow_placeholders: take token id -1.
+    wide_tokens: ``"refuse"`` (default) or ``"opaque"`` for ids above 2^31-1.
+    padding_row: a row that only empty requests may use.
+    """
+
+    device: torch.device | str
+    mode: Mode | str
+    vocab_size: int | None
+    pool_shape: tuple[int, int] | None
+    overflow: Overflow | str
+    allow_placeholders: bool
+    wide_tokens: WideTokens | str
+    padding_row: int | None
+
+
+@attrs.frozen
+class Assembled:
+    """What a batch is made of: see RaggedBatch for the fields."""
+
+    layout: RaggedLayout
+    packed: torch.Tensor
+    device_tokens: torch.Tensor | None
+    counts: TokenCounts | None
+    coercions: tuple[Coercion, ...]
+
+
+@attrs.define
+class _Pending:
+    """Requests taken one by one, not yet a layout."""
+
+    rows: list[int] = attrs.field(factory=list)
+    lengths: list[int] = attrs.field(factory=list)
+    prefix_lens: list[int] = attrs.field(factory=list)
+    req_ids: list[object] = attrs.field(factory=list)
+
+    def take(self, row: int, length: int, prefix_len: int, req_id: object) -> None:
+        self.rows.append(row)
+        self.lengths.append(length)
+        self.prefix_lens.append(prefix_len)
+        self.req_ids.append(req_id)
+
+    def layout(self, bounds: Bounds) -> RaggedLayout:
+        return RaggedLayout(
+            lengths=np.array(self.lengths, dtype=np.int64),
+            req_pool_indices=np.array(self.rows, dtype=np.int64),
+            prefix_lens=np.array(self.prefix_lens, dtype=np.int64),
+            req_ids=tuple(self.req_ids) if any(i is not None for i in self.req_ids) else None,
+            bounds=bounds,
+        )
+
+
+class Assembly:
+    """Requests under way to become a batch. Every method either takes all of its input or changes nothing.
+
+    Host tokens are copied at once into a slot of the staging ring, behind room for the header; ``finish`` writes the
+    header just before them, so that what is sent is one piece and nothing is copied twice.
+    """
+
+    def __init__(
+        self,
+        *,
+        device: torch.device | str = "cpu",
+        mode: Mode | str = Mode.STRICT,
+        vocab_size: int | None = None,
+        pool_shape: tuple[int, int] | None = None,
+        overflow: Overflow | str = Overflow.RAISE,
+        allow_placeholders: bool = False,
+        wide_tokens: WideTokens | str = WideTokens.REFUSE,
+        padding_row: int | None = None,
+    ) -> None:
+        self.mode = Mode(mode)
+        self.bounds = Bounds(pool_shape, overflow, padding_row)
+        self.token_rules = TokenRules(vocab_size, allow_placeholders, wide_tokens)
+        self.ring = StagingRing(device)
+        self._slot: Slot | None = None
+        self._reserve = header_size(64)
+        nothing = np.empty(0, dtype=np.int64)
+        self._nothing = RaggedLayout(lengths=nothing, req_pool_indices=nothing, bounds=self.bounds)
+        self._reset()
+
+    def _reset(self) -> None:
+        self._layout = self._nothing
+        self._pending = _Pending()
+        self._taken: dict[int, int] | None = {}  # row -> request with tokens; None: to be counted anew
+        self._num_tokens = 0  # staged on the host
+        self._device_parts: list[torch.Tensor] = []
+        self._counts = NO_COUNTS
+        self._coercions: list[Coercion] = []
+
+    def __len__(self) -> int:
+        return self._layout.num_reqs + len(self._pending.rows)
+
+    def clear(self) -> None:
+        """Forget what was taken; the slot stays acquired, for nothing has been sent from it."""
+        self._reset()
+
+    def add(self, row: Any, parts: Sequence[Any], prefix_len: Any, req_id: object) -> None:
+        """One request, its tokens joined from ``parts``."""
+        request = len(self)
+        row, prefix_len = _as_int(row, "req_pool_index"), _as_int(prefix_len, "prefix_len")
+        convert = Converter(self.mode)
+        read = [read_part(part, convert, self.ring.device, request, req_id) for part in parts]
+        length = sum(part.shape[0] for part in read)
+        self.bounds.check(request, row, length, prefix_len, req_id)
+        if length and row in (taken := self._rows_taken()):
+            first = taken[row]
+            raise duplicate_row(row, first, request, self._flushed().req_id(first), req_id)
+        host = [part for part in read if isinstance(part, np.ndarray) and len(part)]
+        device = [part for part in read if isinstance(part, torch.Tensor)]
+        if host and device:
+            raise mixed_devices(request, req_id, self.ring.device)
+        offsets = np.array([0, length], dtype=np.int64)
+        self._take_tokens(Sequences(offsets[1:], host, device), offsets, (req_id,))
+        self._pending.take(row, length, prefix_len, req_id)
+        if length and self._taken is not None:
+            self._taken[row] = request
+        self._coercions += convert.coercions
+
+    def extend(self, rows: Any, sequences: Any, prefix_lens: Any, req_ids: Sequence[object] | None) -> None:
+        """Many requests at once, one sequence each."""
+        convert = Converter(self.mode)
+        req_ids = None if req_ids is None else tuple(req_ids)
+        rows = convert.host(rows, "req_pool_indices")
+        _same_number(rows, sequences, req_ids)
+        read = read_sequences(sequences, convert, self.ring.device, req_ids, len(self))
+        self._take(convert, read.lengths, rows, prefix_lens, req_ids, read)
+
+    def extend_flat(
+        self,
+        token_ids: Any,
+        lengths: Int64Array,
+        rows: Any,
+        prefix_lens: Any,
+        req_ids: Sequence[object] | None,
+        *,
+        convert: Converter,
+        total: str,
+    ) -> None:
+        """Many requests at once, from flat tokens; ``total`` says in words what the tokens must number."""
+        rows = convert.host(rows, "req_pool_indices")
+        read = read_flat(token_ids, convert, self.ring.device)
+        got, bound = int(read.lengths[0]), sum(lengths.tolist())
+        if got != bound and not (lengths < 0).any():
+            raise RaggedValueError(
+                f"token_ids length {got} != {total} ({bound})", argument="token_ids", got=got, bound=bound
+            )
+        self._take(convert, lengths, rows, prefix_lens, None if req_ids is None else tuple(req_ids), read)
+
+    def finish(self) -> Assembled:
+        """The parts of the batch; on success the assembly is empty again."""
+        layout = self._flushed()
+        slot = self._room(header_size(layout.num_reqs), 0)
+        start = self._reserve - header_size(layout.num_reqs)
+        write_header(slot.array[start : self._reserve], layout)
+        assembled = Assembled(
+            layout,
+            self.ring.send(slot, start, self._reserve + self._num_tokens),
+            _joined(self._device_parts),
+            None if self._device_parts else self._counts,
+            tuple(self._coercions),
+        )
+        self._slot = None
+        self._reset()
+        return assembled
+
+    def _take(
+        self,
+        convert: Converter,
+        lengths: Int64Array,
+        rows: Int64Array,
+        prefix_lens: Any,
+        req_ids: tuple[object, ...] | None,
+        read: Sequences,
+    ) -> None:
+        """Check a group of requests, stage its tokens, and only then count it in."""
+        if prefix_lens is None:
+            prefix_lens = np.zeros(len(lengths), dtype=np.int64)
+        else:
+            prefix_lens = convert.host(prefix_lens, "prefix_lens")
+        first = len(self)
+        if first:  # one layout over old and new, so that positions and duplicates are the whole batch's
+            old = self._flushed()
+            lengths, rows = np.concatenate([old.lengths, lengths]), np.concatenate([old.req_pool_indices, rows])
+            prefix_lens = np.concatenate([old.prefix_lens, prefix_lens])
+            if old.req_ids is not None or req_ids is not None:
+                new = len(lengths) - first
+                req_ids = (old.req_ids or (None,) * first) + (req_ids or (None,) * new)
+        layout = RaggedLayout(
+            lengths=lengths, req_pool_indices=rows, prefix_lens=prefix_lens, req_ids=req_ids, bounds=self.bounds
+        )
+        offsets = layout.offsets[first:] - layout.offsets[first] if first else layout.offsets
+        self._take_tokens(read, offsets, None if layout.req_ids is None else layout.req_ids[first:])
+        self._layout, self._pending, self._taken = layout, _Pending(), None
+        self._coercions += convert.coercions
+
+    def _take_tokens(self, read: Sequences, offsets: Int64Array, req_ids: tuple[object, ...] | None) -> None:
+        """Copy the tokens of the requests after those taken; ``offsets`` start at 0."""
+        num_reqs, num_tokens = len(offsets) - 1, int(offsets[-1])
+        if (read.device_parts and self._num_tokens) or (read.parts and self._device_parts):
+            raise mixed_devices(len(self), None if req_ids is None else req_ids[0], self.ring.device)
+        if read.device_parts:
+            self._device_parts.append(torch.cat(read.device_parts))
+        elif num_tokens:
+            slot = self._room(header_size(len(self) + num_reqs), num_tokens)
+            first = self._reserve + self._num_tokens
+            staged = slot.array[first : first + num_tokens]
+            np.concatenate(read.parts, out=staged)
+            self._counts += self.token_rules.check(staged, offsets, first_request=len(self), req_ids=req_ids)
+            self._num_tokens += num_tokens
+
+    def _room(self, header: int, more_tokens: int) -> Slot:
+        """The acquired slot, with room for a header of this size and so many more tokens."""
+        if self._slot is None:
+            self._reserve = max(self._reserve, header)
+            self._slot = self.ring.acquire(self._reserve + more_tokens)
+            return self._slot
+        slot = self._slot
+        needed = max(self._reserve, header) + self._num_tokens + more_tokens
+        if needed > len(slot.array):
+            self.ring.grow(slot, needed)
+        if header > self._reserve:
+            staged = slot.array[self._reserve : self._reserve + self._num_tokens]
+            slot.array[header : header + self._num_tokens] = staged.copy()
+            self._reserve = header
+        return slot
+
+    def _flushed(self) -> RaggedLayout:
+        """All requests taken so far as one layout."""
+        if not self._pending.rows:
+            return self._layout
+        pending = self._pending.layout(self.bounds)
+        return rearrange.concat([self._layout, pending]) if self._layout.num_reqs else pending
+
+    def _rows_taken(self) -> dict[int, int]:
+        if self._taken is None:
+            layout = self._flushed()
+            used = np.flatnonzero(layout.lengths)
+            self._taken = dict(zip(layout.req_pool_indices[used].tolist(), used.tolist(), strict=True))
+        return self._taken
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor | None:
+    """Device parts are copies already, so a single one is taken as it is."""
+    if not parts:
+        return None
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _as_int(value: Any, argument: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise RaggedTypeError(
+            f"{argument} must be an int, got {type(value).__name__} {value!r}", argument=argument, got=value
+        )
+    return int(value)
+
+
+def _same_number(rows: Int64Array, sequences: Any, req_ids: tuple[object, ...] | None) -> None:
+    """As many sequences and ids as rows."""
+    if not hasattr(sequences, "__len__"):
+        return  # read_sequences words that refusal
+    if len(sequences) != len(rows) or (req_ids is not None and len(req_ids) != len(rows)):
+        numbers = {"sequences": len(sequences), "req_ids": len(rows) if req_ids is None else len(req_ids)}
+        given = {name: np.empty(number, dtype=np.bool_) for name, number in numbers.items()}
+        apply([HasLength(name, "number of req_pool_indices", lambda _: len(rows)) for name in given], given)

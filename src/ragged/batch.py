@@ -1,0 +1,346 @@
+"""RaggedBatch: a checked layout and its tensors on the device, as views of one packed buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, Unpack
+
+import attrs
+import torch
+
+from ragged import derived, interop, rearrange
+from ragged.assembly import Assembly, BatchOptions
+from ragged.convert import Coercion, Converter, Mode
+from ragged.errors import RaggedValueError, refuses
+from ragged.layout import RaggedLayout, lengths_of
+from ragged.packing import header_size, views, write_header
+from ragged.rules import HasLength, apply
+from ragged.staging import StagingRing, resolve_device
+from ragged.tokens import TokenCounts
+
+
+@attrs.frozen(eq=False, kw_only=True, repr=False)
+class RaggedBatch:
+    """Requests of different lengths, on the device, correct by construction.
+
+    >>> batch = RaggedBatch.from_sequences([[5, 6, 7], [], [8, 9]], req_pool_indices=[4, 1, 7])
+    >>> batch
+    RaggedBatch(num_reqs=3, num_tokens=5, lengths=[3, 0, 2], rows=[4, 1, 7], device=cpu)
+    >>> batch.offsets.tolist(), batch.req_ids.tolist(), batch.last_token_indices.tolist()
+    ([0, 3, 3, 5], [0, 0, 0, 2, 2], [2, -1, 4])
+
+    A batch owns its data: the caller may change or free its arrays as soon as the call returns. Nothing here syncs
+    with the device, but for ``from_nested`` of a device's tensor. Batches compare by identity, layouts by value.
+
+    Attributes:
+        layout: the host truth: lengths, offsets, rows and prefixes as numpy arrays.
+        packed: int64, ``offsets | req_pool_indices | prefix_lens | token_ids`` (see ``ragged.packing``).
+        offsets: int64 ``[num_reqs + 1]``, CSR.
+        req_pool_indices: int64 ``[num_reqs]``.
+        prefix_lens: int64 ``[num_reqs]``.
+        token_ids: int64 ``[num_tokens]``. Tokens that came in on the device were copied there and never seen by the
+            host: their values are the device guards' to check.
+        counts: placeholders and wide ids among the tokens; None for tokens the host has not seen.
+        coercions: the conversions that coerce mode paid for.
+    """
+
+    layout: RaggedLayout
+    packed: torch.Tensor
+    device_tokens: torch.Tensor | None = None
+    counts: TokenCounts | None = None
+    coercions: tuple[Coercion, ...] = ()
+    offsets: torch.Tensor = attrs.field(init=False)
+    req_pool_indices: torch.Tensor = attrs.field(init=False)
+    prefix_lens: torch.Tensor = attrs.field(init=False)
+    token_ids: torch.Tensor = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        num_reqs, tokens = self.layout.num_reqs, self.device_tokens
+        parts = views(self.packed, num_reqs)
+        put = object.__setattr__
+        put(self, "offsets", parts.offsets)
+        put(self, "req_pool_indices", parts.req_pool_indices)
+        put(self, "prefix_lens", parts.prefix_lens)
+        put(self, "token_ids", parts.token_ids if tokens is None else tokens)
+        if self.token_ids.shape[0] != self.layout.num_tokens:
+            rule = HasLength("token_ids", "num_tokens of the layout", lambda _: self.layout.num_tokens)
+            apply([rule], {"token_ids": self.token_ids})
+
+    @classmethod
+    @refuses
+    def from_sequences(
+        cls,
+        seqs: Any,
+        *,
+        req_pool_indices: Any,
+        prefix_lens: Any = None,
+        req_ids: Sequence[object] | None = None,
+        **options: Unpack[BatchOptions],
+    ) -> RaggedBatch:
+        """From one token sequence a request: list, tuple, range, array.array, numpy array, buffer, DLPack, tensor.
+
+        ``options`` are BatchOptions: ``device``, ``mode``, ``vocab_size``, ``pool_shape``, ``overflow``,
+        ``allow_placeholders``, ``wide_tokens``, ``padding_row``.
+        """
+        assembly = Assembly(**options)
+        assembly.extend(req_pool_indices, seqs, prefix_lens, req_ids)
+        return cls.from_assembly(assembly)
+
+    @classmethod
+    @refuses
+    def from_lengths(
+        cls,
+        token_ids: Any,
+        lengths: Any,
+        *,
+        req_pool_indices: Any,
+        prefix_lens: Any = None,
+        req_ids: Sequence[object] | None = None,
+        **options: Unpack[BatchOptions],
+    ) -> RaggedBatch:
+        """From flat ``token_ids`` [num_tokens] and ``lengths`` [num_reqs]; keywords as in ``from_sequences``."""
+        assembly = Assembly(**options)
+        convert = Converter(assembly.mode)
+        counted = convert.host(lengths, "lengths")
+        assembly.extend_flat(
+            token_ids, counted, req_pool_indices, prefix_lens, req_ids, convert=convert, total="sum of lengths"
+        )
+        return cls.from_assembly(assembly)
+
+    @classmethod
+    @refuses
+    def from_offsets(
+        cls,
+        token_ids: Any,
+        offsets: Any,
+        *,
+        req_pool_indices: Any,
+        prefix_lens: Any = None,
+        req_ids: Sequence[object] | None = None,
+        **options: Unpack[BatchOptions],
+    ) -> RaggedBatch:
+        """From flat ``token_ids`` [num_tokens] and CSR ``offsets`` [num_reqs + 1]; keywords as in ``from_sequences``."""
+        assembly = Assembly(**options)
+        convert = Converter(assembly.mode)
+        rows = convert.host(req_pool_indices, "req_pool_indices")
+        given = {"offsets": convert.host(offsets, "offsets")}
+        apply([HasLength("offsets", "number of req_pool_indices + 1", lambda _: len(rows) + 1)], given)
+        lengths = lengths_of(given["offsets"])
+        assembly.extend_flat(token_ids, lengths, rows, prefix_lens, req_ids, convert=convert, total="last of offsets")
+        return cls.from_assembly(assembly)
+
+    @classmethod
+    @refuses
+    def from_nested(
+        cls,
+        nested: torch.Tensor,
+        *,
+        req_pool_indices: Any,
+        prefix_lens: Any = None,
+        req_ids: Sequence[object] | None = None,
+        **options: Unpack[BatchOptions],
+    ) -> RaggedBatch:
+        """From a jagged ``torch.nested`` tensor. Offsets on a device are read back: this syncs."""
+        token_ids, offsets = interop.from_nested(nested)
+        return cls.from_offsets(
+            token_ids,
+            offsets.cpu(),
+            req_pool_indices=req_pool_indices,
+            prefix_lens=prefix_lens,
+            req_ids=req_ids,
+            **options,
+        )
+
+    @classmethod
+    def from_assembly(cls, assembly: Assembly) -> RaggedBatch:
+        """What an assembly has taken, which is empty afterwards."""
+        made = assembly.finish()
+        return cls(
+            layout=made.layout,
+            packed=made.packed,
+            device_tokens=made.device_tokens,
+            counts=made.counts,
+            coercions=made.coercions,
+        )
+
+    @property
+    def num_reqs(self) -> int:
+        return self.layout.num_reqs
+
+    @property
+    def num_tokens(self) -> int:
+        return self.layout.num_tokens
+
+    @property
+    def max_len(self) -> int:
+        """The longest request, as a Python int."""
+        return self.layout.max_len
+
+    @property
+    def device(self) -> torch.device:
+        return self.packed.device
+
+    @property
+    def dropped_tokens(self) -> int:
+        """Tokens that ``Overflow.TRUNCATE`` drops at the pool's edge; 0 where ``pool_shape`` was not given."""
+        return self.layout.dropped_tokens
+
+    @property
+    def num_placeholders(self) -> int | None:
+        """Tokens of -1; None where the host has not seen the tokens."""
+        return None if self.counts is None else self.counts.placeholders
+
+    @property
+    def num_wide_tokens(self) -> int | None:
+        """Tokens above 2^31-1; None where the host has not seen the tokens."""
+        return None if self.counts is None else self.counts.wide
+
+    @cached_property
+    def cu_seqlens(self) -> torch.Tensor:
+        """int32 ``[num_reqs + 1]``; RaggedOverflowError past 2^31-1 tokens."""
+        return derived.cu_seqlens(self.offsets, self.num_tokens)
+
+    @cached_property
+    def req_ids(self) -> torch.Tensor:
+        """int64 ``[num_tokens]``: the request of every token (``layout.req_ids`` has the caller's names)."""
+        return derived.req_ids(self.offsets, self.num_tokens)
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """int64 ``[num_tokens]``: the column of every token, its prefix included."""
+        return derived.positions(self.offsets, self.prefix_lens, self.req_ids)
+
+    @cached_property
+    def last_token_indices(self) -> torch.Tensor:
+        """int64 ``[num_reqs]``: index of each request's last token, -1 for an empty request."""
+        return derived.last_token_indices(self.offsets)
+
+    @refuses
+    def select(self, indices: Any) -> RaggedBatch:
+        """A new batch of the requests at ``indices`` (host integers), in that order."""
+        chosen = Converter(Mode.STRICT).host(indices, "indices")
+        layout = rearrange.select(self.layout, chosen)
+        packed = _header_on_device(layout, self.device)
+        new = views(packed, layout.num_reqs)
+        req_ids = derived.req_ids(new.offsets, layout.num_tokens)
+        starts = torch.from_numpy(self.layout.offsets[chosen]).to(self.device, non_blocking=True)
+        flat = torch.arange(layout.num_tokens, dtype=torch.int64, device=self.device)
+        tokens = self.token_ids[flat + (starts - new.offsets[:-1])[req_ids]]
+        return _pack(layout, packed, [tokens], self._counts_of_part())
+
+    @staticmethod
+    @refuses
+    def concat(batches: Sequence[RaggedBatch]) -> RaggedBatch:
+        """A new batch of all requests of ``batches``, in order; all on one device, with the same bounds."""
+        layout = rearrange.concat([batch.layout for batch in batches])
+        first = batches[0]
+        for position, batch in enumerate(batches):
+            if batch.device != first.device:
+                raise RaggedValueError(
+                    f"batches must share one device, got {batch.device} at {position} after {first.device}",
+                    argument="batches",
+                    got=str(batch.device),
+                    bound=str(first.device),
+                )
+        counts: TokenCounts | None = TokenCounts()
+        for batch in batches:
+            counts = counts + batch.counts if counts is not None and batch.counts is not None else None
+        packed = _header_on_device(layout, first.device)
+        return _pack(layout, packed, [batch.token_ids for batch in batches], counts)
+
+    @refuses
+    def split(self, max_tokens: int) -> list[RaggedBatch]:
+        """New batches of at most ``max_tokens`` tokens each, in order: chunked prefill.
+
+        A request may be cut; its later part has the ``prefix_len`` at which the earlier one ended.
+        """
+        first, pieces = 0, []
+        for layout in rearrange.split(self.layout, max_tokens):
+            tokens = self.token_ids[first : first + layout.num_tokens]
+            first += layout.num_tokens
+            header = _header_on_device(layout, self.device)
+            pieces.append(_pack(layout, header, [tokens], self._counts_of_part()))
+        return pieces
+
+    @refuses
+    def pad_to(self, num_reqs: int) -> RaggedBatch:
+        """A new batch with empty requests appended; they point to the padding row, row 0 where none is set."""
+        layout = rearrange.pad_to(self.layout, num_reqs)
+        return _pack(layout, _header_on_device(layout, self.device), [self.token_ids], self.counts)
+
+    @refuses
+    def to(self, device: torch.device | str) -> RaggedBatch:
+        """The same batch on another device; itself where it is there already."""
+        target = resolve_device(device)
+        if target == self.device:
+            return self
+        tokens = None if self.device_tokens is None else self.device_tokens.to(target)
+        return attrs.evolve(self, packed=self.packed.to(target), device_tokens=tokens)
+
+    def unbind(self) -> tuple[torch.Tensor, ...]:
+        """Each request's tokens, int64 ``[length]``, as views."""
+        return self.token_ids.split_with_sizes(self.layout.lengths.tolist())
+
+    @refuses
+    def to_nested(self) -> torch.Tensor:
+        """A jagged ``torch.nested`` tensor over the same memory; RaggedValueError for zero requests."""
+        return interop.to_nested(self.token_ids, self.offsets)
+
+    def to_padded(self, value: int) -> torch.Tensor:
+        """int64 ``[num_reqs, max_len]``, each row a request's tokens, then ``value``."""
+        return interop.to_padded(self.token_ids, self.offsets, self.req_ids, self.max_len, value)
+
+    def __repr__(self) -> str:
+        extras = ""
+        if self.num_placeholders:
+            extras += f", num_placeholders={self.num_placeholders}"
+        if self.num_wide_tokens:
+            extras += f", num_wide_tokens={self.num_wide_tokens}"
+        if self.dropped_tokens:
+            extras += f", dropped_tokens={self.dropped_tokens}"
+        return (
+            f"RaggedBatch(num_reqs={self.num_reqs}, num_tokens={self.num_tokens}, "
+            f"lengths={_first(self.layout.lengths)}, rows={_first(self.layout.req_pool_indices)}{extras}, "
+            f"device={self.device})"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        tokens = None if self.device_tokens is None else _owned(self.device_tokens)
+        return _rebuild, (self.layout, _owned(self.packed), tokens, self.counts, self.coercions)
+
+    def _counts_of_part(self) -> TokenCounts | None:
+        """A part of a batch without special tokens has none; otherwise the host has not counted the part."""
+        return self.counts if self.counts == TokenCounts() else None
+
+
+def _pack(
+    layout: RaggedLayout, header: torch.Tensor, tokens: list[torch.Tensor], counts: TokenCounts | None
+) -> RaggedBatch:
+    """A new batch from a header and the tokens of its requests."""
+    return RaggedBatch(layout=layout, packed=torch.cat([header, *tokens]), counts=counts)
+
+
+def _header_on_device(layout: RaggedLayout, device: torch.device) -> torch.Tensor:
+    """The packed header alone, int64 ``[header_size(num_reqs)]``."""
+    ring = StagingRing(device, num_slots=1)
+    size = header_size(layout.num_reqs)
+    slot = ring.acquire(size)
+    write_header(slot.array[:size], layout)
+    return ring.send(slot, 0, size)
+
+
+def _owned(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor whose storage holds nothing but its own elements, so that pickling ships no stale tail."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
+def _rebuild(*fields: Any) -> RaggedBatch:
+    layout, packed, device_tokens, counts, coercions = fields
+    return RaggedBatch(layout=layout, packed=packed, device_tokens=device_tokens, counts=counts, coercions=coercions)
+
+
+def _first(values: Any) -> str:
+    """The first few values, as a list's repr."""
+    shown = ", ".join(map(str, values[:6].tolist()))
+    return f"[{shown}, ...]" if len(values) > 6 else f"[{shown}]"

@@ -1,0 +1,48 @@
+"""To and from the other shapes of the same thing: padded, torch.nested."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ragged.errors import RaggedTypeError, RaggedValueError
+
+
+def to_padded(
+    token_ids: torch.Tensor, offsets: torch.Tensor, token_req_ids: torch.Tensor, max_len: int, value: int
+) -> torch.Tensor:
+    """int64 ``[num_reqs, max_len]``, each row a request's tokens, then ``value``."""
+    shape = (offsets.shape[0] - 1, max_len)
+    padded = torch.full(shape, value, dtype=torch.int64, device=token_ids.device)
+    flat = torch.arange(token_ids.shape[0], dtype=torch.int64, device=token_ids.device)
+    padded[token_req_ids, flat - offsets[token_req_ids]] = token_ids
+    return padded
+
+
+def to_nested(token_ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """A jagged ``torch.nested`` tensor over the same memory.
+
+    Raises: RaggedValueError for zero requests, which torch cannot represent.
+    """
+    if offsets.shape[0] < 2:
+        raise RaggedValueError("torch.nested cannot hold a batch of zero requests", argument="num_reqs", got=0, bound=1)
+    return torch.nested.nested_tensor_from_jagged(token_ids, offsets)
+
+
+def from_nested(nested: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """``token_ids`` and ``offsets`` of a jagged ``torch.nested`` tensor."""
+    if not isinstance(nested, torch.Tensor) or not nested.is_nested or nested.layout != torch.jagged:
+        raise RaggedTypeError(
+            f"nested must be a jagged torch.nested tensor, got {type(nested).__name__}",
+            argument="nested",
+            got=type(nested).__name__,
+        )
+    jagged: Any = nested  # torch's stubs do not know the jagged methods
+    if jagged.lengths() is not None:
+        raise RaggedValueError(
+            "nested must have no holes: it was made by narrow and has lengths of its own",
+            argument="nested",
+            hint="call .contiguous() on it",
+        )
+    return jagged.values(), jagged.offsets()

@@ -1,0 +1,307 @@
+"""The host truth of a ragged batch, and all invariants of a layout."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import attrs
+import numpy as np
+
+from ragged.convert import Choice, Converter, Int64Array, Mode
+from ragged.errors import RaggedOverflowError, RaggedValueError, refuses, request_name
+from ragged.rules import INT64_MAX, HasLength, apply
+
+
+class Overflow(Choice):
+    """What happens to a segment that reaches beyond ``max_context_len``: an error, or its tail is dropped."""
+
+    RAISE = "raise"
+    TRUNCATE = "truncate"
+
+
+def _as_shape(value: Any) -> tuple[int, int] | None:
+    if value is None:
+        return None
+    shape = tuple(value)
+    if len(shape) != 2 or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in shape):
+        raise RaggedValueError(
+            f"pool_shape must be (max_reqs, max_context_len), got {shape}", argument="pool_shape", got=shape
+        )
+    return shape
+
+
+@attrs.frozen
+class Bounds:
+    """What a layout is held against.
+
+    Args:
+        pool_shape: ``(max_reqs, max_context_len)``, or None where the pool is not known yet.
+        overflow: what a segment that ends beyond ``max_context_len`` means.
+        padding_row: a row that only empty requests may use, any number of them; None where there is none.
+    """
+
+    pool_shape: tuple[int, int] | None = attrs.field(default=None, converter=_as_shape)
+    overflow: Overflow = attrs.field(default=Overflow.RAISE, converter=Overflow)
+    padding_row: int | None = None
+
+    def check(self, request: int, row: int, length: int, prefix_len: int, req_id: object = None) -> None:
+        """Every invariant of one request. The only place that words them.
+
+        Raises: RaggedValueError, or RaggedOverflowError where ``prefix_len + length`` leaves int64.
+        """
+
+        def refuse(argument: str, says: str, got: int, bound: int, error: Any = RaggedValueError) -> None:
+            message = f"{argument} {says}, got {got} at {request_name(request, req_id)}"
+            raise error(message, argument=argument, request=request, req_id=req_id, got=got, bound=bound)
+
+        end = prefix_len + length
+        if length < 0:
+            refuse("lengths", "must not be negative", length, 0)
+        if row < 0:
+            refuse("req_pool_indices", "must not be negative", row, 0)
+        if prefix_len < 0:
+            refuse("prefix_lens", "must not be negative", prefix_len, 0)
+        if end > INT64_MAX:
+            refuse("prefix_lens", "plus length must fit int64", end, INT64_MAX, RaggedOverflowError)
+        if row == self.padding_row and length > 0:
+            refuse("req_pool_indices", f"must not be padding_row {row} for a request with tokens", row, row)
+        if self.pool_shape is None:
+            return
+        max_reqs, max_context_len = self.pool_shape
+        if row >= max_reqs:
+            refuse("req_pool_indices", f"must be below max_reqs {max_reqs}", row, max_reqs)
+        if prefix_len > max_context_len:
+            says = f"must not exceed max_context_len {max_context_len}"
+            refuse("prefix_lens", says, prefix_len, max_context_len)
+        if end > max_context_len and self.overflow is Overflow.RAISE:
+            says = f"({prefix_len}) plus length ({length}) must not exceed max_context_len {max_context_len}"
+            refuse("prefix_lens", says, end, max_context_len)
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class RaggedLayout:
+    """Which request owns which tokens, and where they go. numpy int64, read-only, compared by value.
+
+    >>> layout = RaggedLayout(lengths=[3, 0, 2], req_pool_indices=[4, 1, 7], prefix_lens=[0, 0, 5])
+    >>> layout.offsets.tolist(), layout.num_tokens, layout.max_len
+    ([0, 3, 3, 5], 5, 3)
+
+    Request 1 is empty: it owns ``[3, 3)``. Request 2 owns tokens 3 and 4, which go to row 7, columns 5 and 6.
+
+    Args:
+        lengths: int64 ``[num_reqs]``, tokens of each request.
+        req_pool_indices: int64 ``[num_reqs]``, its pool row; unique among requests with tokens.
+        prefix_lens: int64 ``[num_reqs]``, the column at which it starts; 0 where not given.
+        req_ids: the caller's own ids, for messages only.
+        bounds: what the layout is held against.
+
+    Attributes:
+        offsets: int64 ``[num_reqs + 1]``, CSR.
+        max_len, max_row, max_prefix_len, max_end: the largest length, row, prefix and end column (row -1 for none).
+
+    Raises: RaggedTypeError, RaggedValueError, RaggedOverflowError; each names the request, the value and the bound.
+    """
+
+    lengths: Int64Array
+    req_pool_indices: Int64Array
+    prefix_lens: Int64Array = attrs.Factory(lambda self: np.zeros(len(self.lengths), dtype=np.int64), takes_self=True)
+    req_ids: tuple[object, ...] | None = None
+    bounds: Bounds = Bounds()
+    offsets: Int64Array = attrs.field(init=False)
+    max_len: int = attrs.field(init=False)
+    max_row: int = attrs.field(init=False)
+    max_prefix_len: int = attrs.field(init=False)
+    max_end: int = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        lengths, rows, prefix_lens = _columns(self)
+        num_reqs = len(lengths)
+        table = np.empty((4, num_reqs), dtype=np.int64)
+        table[0], table[1], table[2] = lengths, rows, prefix_lens
+        np.add(table[0], table[2], out=table[3])
+        offsets = np.zeros(num_reqs + 1, dtype=np.int64)
+        np.add.accumulate(table[0], out=offsets[1:])
+        # As uint64 a negative number is a huge one, so one reduction screens both ends of all four columns.
+        largest = np.maximum.reduce(table.view(np.uint64), axis=1).tolist() if num_reqs else [0, -1, 0, 0]
+        table.setflags(write=False)
+        offsets.setflags(write=False)
+        put = object.__setattr__
+        put(self, "lengths", table[0])
+        put(self, "req_pool_indices", table[1])
+        put(self, "prefix_lens", table[2])
+        put(self, "offsets", offsets)
+        put(self, "max_len", largest[0])
+        put(self, "max_row", largest[1])
+        put(self, "max_prefix_len", largest[2])
+        put(self, "max_end", largest[3])
+        if self.req_ids is not None:
+            put(self, "req_ids", tuple(self.req_ids))
+        _check(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (self.lengths, self.req_pool_indices, self.prefix_lens, self.req_ids, self.bounds)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RaggedLayout):
+            return NotImplemented
+        return self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> tuple[Any, ...]:
+        columns = (self.lengths, self.req_pool_indices, self.prefix_lens)
+        return (*(column.tobytes() for column in columns), self.req_ids, self.bounds)
+
+    @classmethod
+    @refuses
+    def from_offsets(cls, offsets: Any, **fields: Any) -> RaggedLayout:
+        """From CSR ``offsets`` int64 ``[num_reqs + 1]``, which start at 0 and never decrease."""
+        values = Converter(Mode.STRICT).host(offsets, "offsets")
+        return cls(lengths=lengths_of(values), **fields)
+
+    @property
+    def num_reqs(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.offsets[-1])
+
+    @cached_property
+    def dropped_tokens(self) -> int:
+        """Tokens that do not fit their row under ``Overflow.TRUNCATE``; 0 where the pool is not known."""
+        if self.bounds.pool_shape is None or self.max_end <= self.bounds.pool_shape[1]:
+            return 0
+        beyond = self.prefix_lens + self.lengths - self.bounds.pool_shape[1]
+        return int(np.clip(beyond, 0, self.lengths).sum(dtype=np.int64))
+
+    def check_pool(self, pool_shape: tuple[int, int]) -> None:
+        """Hold the layout against a pool's shape, under its own overflow policy. Free where it fits."""
+        max_reqs, max_context_len = pool_shape
+        farthest = self.max_end if self.bounds.overflow is Overflow.RAISE else self.max_prefix_len
+        if self.max_row >= max_reqs or farthest > max_context_len:
+            _name_culprit(self, attrs.evolve(self.bounds, pool_shape=pool_shape))
+
+    def req_id(self, request: int) -> object:
+        """The caller's id of a request, or None."""
+        return None if self.req_ids is None else self.req_ids[request]
+
+
+def lengths_of(offsets: Int64Array) -> Int64Array:
+    """int64 ``[num_reqs]`` from CSR ``offsets``; raises RaggedValueError where they are not CSR offsets."""
+    if len(offsets) == 0:
+        raise RaggedValueError(
+            "offsets length 0 must be at least 1: zero requests have offsets [0]", argument="offsets", got=0, bound=1
+        )
+    if offsets[0] != 0:
+        raise RaggedValueError(
+            f"offsets must start at 0, got {offsets[0]} at request 0",
+            argument="offsets",
+            request=0,
+            got=int(offsets[0]),
+            bound=0,
+        )
+    decreases = offsets[1:] < offsets[:-1]
+    if decreases.any():
+        request = int(decreases.argmax())
+        start, end = int(offsets[request]), int(offsets[request + 1])
+        raise RaggedValueError(
+            f"offsets must not decrease, got {start} then {end} at request {request}",
+            argument="offsets",
+            request=request,
+            got=end,
+            bound=start,
+        )
+    return np.diff(offsets)
+
+
+def _rebuild(*fields: Any) -> RaggedLayout:
+    """Unpickle through the constructor: what arrives is checked like what is made here."""
+    lengths, req_pool_indices, prefix_lens, req_ids, bounds = fields
+    return RaggedLayout(
+        lengths=lengths,
+        req_pool_indices=req_pool_indices,
+        prefix_lens=prefix_lens,
+        req_ids=req_ids,
+        bounds=bounds,
+    )
+
+
+def _columns(layout: RaggedLayout) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """The three given columns as int64 of one length."""
+    convert = Converter(Mode.STRICT).host
+    lengths = convert(layout.lengths, "lengths")
+    rows = convert(layout.req_pool_indices, "req_pool_indices")
+    prefix_lens = convert(layout.prefix_lens, "prefix_lens")
+    if not len(lengths) == len(rows) == len(prefix_lens) or layout.req_ids is not None:
+        given = {"req_pool_indices": rows, "prefix_lens": prefix_lens}
+        if layout.req_ids is not None:
+            given["req_ids"] = np.empty(len(layout.req_ids), dtype=np.int64)
+        apply([HasLength(name, "number of requests", lambda _: len(lengths)) for name in given], given)
+    return lengths, rows, prefix_lens
+
+
+def _check(layout: RaggedLayout) -> None:
+    """All invariants. The screens may only err towards a closer look; ``_name_culprit`` decides and words it."""
+    bounds, lengths, rows = layout.bounds, layout.lengths, layout.req_pool_indices
+    num_reqs = len(lengths)
+    if num_reqs == 0:
+        return
+    max_reqs, max_context_len = bounds.pool_shape or (INT64_MAX, INT64_MAX)
+    farthest = layout.max_end if bounds.overflow is Overflow.RAISE else layout.max_prefix_len
+    if (
+        layout.max_len > INT64_MAX
+        or layout.max_row > min(max_reqs - 1, INT64_MAX)
+        or layout.max_prefix_len > min(max_context_len, INT64_MAX)
+        or layout.max_end > INT64_MAX
+        or farthest > max_context_len
+    ):
+        _name_culprit(layout, bounds)
+    if layout.max_len > INT64_MAX // num_reqs and sum(lengths.tolist()) > INT64_MAX:
+        total = sum(lengths.tolist())
+        raise RaggedOverflowError(
+            f"lengths must sum to at most {INT64_MAX}, got {total}", argument="lengths", got=total, bound=INT64_MAX
+        )
+    used = rows if np.count_nonzero(lengths) == num_reqs else rows[lengths > 0]
+    used = np.sort(used)
+    if np.count_nonzero(used[1:] == used[:-1]):
+        _name_duplicate(layout)
+    if bounds.padding_row is not None:
+        found = used.searchsorted(bounds.padding_row)
+        if found < len(used) and used[found] == bounds.padding_row:
+            _name_culprit(layout, bounds)
+
+
+def _name_culprit(layout: RaggedLayout, bounds: Bounds) -> None:
+    """The slow path of a refusal: request by request, until one is found."""
+    columns = (layout.req_pool_indices.tolist(), layout.lengths.tolist(), layout.prefix_lens.tolist())
+    for request, (row, length, prefix_len) in enumerate(zip(*columns, strict=True)):
+        bounds.check(request, row, length, prefix_len, layout.req_id(request))
+
+
+def _name_duplicate(layout: RaggedLayout) -> None:
+    owner: dict[int, int] = {}
+    for request, (row, length) in enumerate(
+        zip(layout.req_pool_indices.tolist(), layout.lengths.tolist(), strict=True)
+    ):
+        if length and row in owner:
+            raise duplicate_row(row, owner[row], request, layout.req_id(owner[row]), layout.req_id(request))
+        if length:
+            owner[row] = request
+
+
+def duplicate_row(
+    row: int, first: int, second: int, first_id: object = None, second_id: object = None
+) -> RaggedValueError:
+    """The error for two requests with tokens that claim one row."""
+    return RaggedValueError(
+        f"req_pool_indices must be unique among requests with tokens, got {row} at both "
+        f"{request_name(first, first_id)} and {request_name(second, second_id)}",
+        argument="req_pool_indices",
+        request=second,
+        req_id=second_id,
+        got=row,
+        bound=first,
+    )

@@ -1,0 +1,117 @@
+"""Pinned host slots, guarded by events: a slot is never rewritten while its copy is in flight."""
+
+from __future__ import annotations
+
+import logging
+
+import attrs
+import torch
+
+from ragged.convert import Int64Array
+from ragged.errors import RaggedTypeError, RaggedValueError
+from ragged.packing import aligned
+
+logger = logging.getLogger(__name__)
+
+
+@attrs.define(eq=False)
+class Slot:
+    """Host memory, int64 ``[capacity]``, as a tensor and as an array; ``copied`` marks the end of its last copy."""
+
+    tensor: torch.Tensor
+    array: Int64Array
+    copied: torch.cuda.Event | None = None
+
+
+def resolve_device(device: object) -> torch.device:
+    """The device with its index fixed, so that ``cuda`` and ``cuda:0`` compare equal.
+
+    Raises: RaggedTypeError for what names no device; RaggedValueError for one that cannot be used here.
+    """
+    try:
+        resolved = torch.device(device)  # type: ignore[call-overload]
+    except (RuntimeError, TypeError) as cause:
+        raise RaggedTypeError(f"device must name a device, got {device!r}", argument="device", got=device) from cause
+    if resolved.type == "cpu":
+        return torch.device("cpu")
+    if resolved.type != "cuda":
+        raise RaggedValueError(f"device must be cpu or cuda, got {resolved}", argument="device", got=str(resolved))
+    if not torch.cuda.is_available():
+        raise RaggedValueError(
+            f"device {resolved} is not available: this process sees no CUDA device",
+            argument="device",
+            got=str(resolved),
+        )
+    index = torch.cuda.current_device() if resolved.index is None else resolved.index
+    if index >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        raise RaggedValueError(
+            f"device {resolved} is not available: there are {count}", argument="device", got=str(resolved), bound=count
+        )
+    return torch.device("cuda", index)
+
+
+class StagingRing:
+    """A few host slots for one device, reused in turn.
+
+    ``acquire`` is the only thing that makes a slot writable: it waits for that slot's own event first. ``send`` copies
+    on the current stream of the ring's device and records the event behind the copy. On the CPU there is nothing to
+    wait for: each slot is fresh memory, and ``send`` hands that memory itself to the batch.
+
+    Args:
+        device: where the copies go.
+        num_slots: how many copies may be in flight before ``acquire`` waits.
+    """
+
+    def __init__(self, device: torch.device | str, num_slots: int = 2) -> None:
+        self.device = resolve_device(device)
+        self._on_host = self.device.type == "cpu"
+        self._slots: list[Slot | None] = [None] * num_slots
+        self._next = 0
+        self._pin = not self._on_host
+
+    def acquire(self, num_elements: int) -> Slot:
+        """A writable slot of at least ``num_elements``; waits while its last copy is in flight."""
+        if self._on_host:
+            return self._allocate(num_elements)
+        index, self._next = self._next, (self._next + 1) % len(self._slots)
+        slot = self._slots[index]
+        if slot is not None and slot.copied is not None:
+            slot.copied.synchronize()
+        if slot is None or slot.tensor.shape[0] < num_elements:
+            slot = self._allocate(1 << (num_elements - 1).bit_length())
+            self._slots[index] = slot
+        return slot
+
+    def grow(self, slot: Slot, num_elements: int) -> None:
+        """Give an acquired slot more memory, keeping what it holds; capacity at least doubles."""
+        larger = self._allocate(1 << (num_elements - 1).bit_length())
+        larger.array[: len(slot.array)] = slot.array
+        slot.tensor, slot.array = larger.tensor, larger.array
+
+    def send(self, slot: Slot, start: int, stop: int) -> torch.Tensor:
+        """Elements ``[start, stop)`` of a slot as a tensor on the device, int64; one copy, no sync."""
+        source = slot.tensor[start:stop]
+        if self._on_host:
+            return source
+        target = torch.empty(stop - start, dtype=torch.int64, device=self.device)
+        target.copy_(source, non_blocking=True)
+        if slot.copied is None:
+            slot.copied = torch.cuda.Event()
+        slot.copied.record(torch.cuda.current_stream(self.device))
+        return target
+
+    def _allocate(self, num_elements: int) -> Slot:
+        num_elements = aligned(max(num_elements, 1))
+        # Our own memory must stay writable whichever mode the caller is in.
+        with torch.inference_mode(False):
+            tensor = None
+            if self._pin:
+                try:
+                    tensor = torch.empty(num_elements, dtype=torch.int64, device="cpu", pin_memory=True)
+                except RuntimeError as error:
+                    self._pin = False
+                    logger.warning("pinning host memory failed, going on unpinned and slower: %s", error)
+            if tensor is None:
+                tensor = torch.empty(num_elements, dtype=torch.int64, device="cpu", pin_memory=False)
+        return Slot(tensor, tensor.numpy())
