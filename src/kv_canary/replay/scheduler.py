@@ -89,9 +89,7 @@ class Scheduler:
     and output is finished by that empty segment.
     """
 
-    def __init__(
-        self, trace: Trace, *, max_running: int, max_context_len: int, prefill_budget: int
-    ) -> None:
+    def __init__(self, trace: Trace, *, max_running: int, max_context_len: int, prefill_budget: int) -> None:
         for name, value in [
             ("max_running", max_running),
             ("max_context_len", max_context_len),
@@ -173,6 +171,8 @@ class Scheduler:
             rows.append(row)
             lengths.append(min(missing, budget))
             budget -= lengths[-1]
+            if lengths[-1] < missing:  # nobody overtakes, not even an empty context
+                break
         return np.array(rows, np.int64), np.array(lengths, np.int64)
 
     def advance(self, step: Segments) -> None:

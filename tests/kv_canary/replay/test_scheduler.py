@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_canary.replay.scheduler import PADDING_ROW, Scheduler, Segments, count_steps
@@ -109,6 +109,13 @@ def test_a_request_of_nothing_takes_part_in_one_step_and_is_finished() -> None:
     assert scheduler.num_finished == 3
 
 
+def test_an_empty_context_does_not_overtake_one_that_is_cut() -> None:
+    assert [pieces(step) for step in run(scheduler_of((2, 0), (0, 0), prefill_budget=1))] == [
+        [(1, 0, 0, 1)],
+        [(1, 0, 1, 1), (2, 1, 0, 0)],
+    ]
+
+
 def test_a_trace_of_only_refused_requests_has_no_step() -> None:
     scheduler = scheduler_of((65, 0), (0, 65))
     assert scheduler.plan() is None
@@ -158,9 +165,7 @@ def test_split_cuts_between_pieces_and_loses_none() -> None:
     runs = [run.lengths.tolist() for run in segments.split(4)]
     assert runs == [[3, 0, 3], [9], [1], [0]]
     assert [run.lengths.tolist() for run in segments.split(100)] == [[3, 0, 3, 9, 1, 0]]
-    assert [pieces(run)[0] for run in segments_of(*pieces(segments)[2:5]).split(1)] == (
-        pieces(segments)[2:5]
-    )
+    assert [pieces(run)[0] for run in segments_of(*pieces(segments)[2:5]).split(1)] == (pieces(segments)[2:5])
 
 
 def test_counting_the_steps_is_running_them() -> None:
@@ -178,6 +183,7 @@ def test_a_setting_below_one_is_refused_by_name(setting: str) -> None:
 LENGTHS = st.one_of(st.just(0), st.integers(0, 3), st.integers(0, 30))
 
 
+@settings(max_examples=300)  # plain numpy, no device: cheap
 @given(
     requests=st.lists(st.tuples(LENGTHS, LENGTHS), max_size=30),
     max_running=st.integers(1, 5),
@@ -203,16 +209,10 @@ def test_every_token_of_every_request_that_fits_is_planned_once_and_in_order(
             context = requests[request][0]
             assert row_of.setdefault(request, row) == row, "a request stays in its row"
             assert start == planned[request], "the next token, none twice, none left out"
-            assert (
-                (start >= context and length == 1)
-                if i < step.num_decodes
-                else (start + length <= context)
-            )
+            assert (start >= context and length == 1) if i < step.num_decodes else (start + length <= context)
             planned[request] += length
     fits = [sum(lengths) <= max_context_len for lengths in requests]
-    assert planned == {
-        request: sum(lengths) if fits[request] else 0 for request, lengths in enumerate(requests)
-    }
+    assert planned == {request: sum(lengths) if fits[request] else 0 for request, lengths in enumerate(requests)}
     assert scheduler.num_finished == sum(fits)
     assert sum(scheduler.refused.values()) == len(requests) - sum(fits)
     assert list(row_of) == sorted(row_of), "first come, first served"
@@ -222,9 +222,7 @@ def test_every_token_of_every_request_that_fits_is_planned_once_and_in_order(
 @pytest.mark.parametrize("max_running", [1, 64])
 def test_a_synthetic_trace_is_planned_whole(max_running: int) -> None:
     trace = synthetic_trace(50)
-    scheduler = Scheduler(
-        trace, max_running=max_running, max_context_len=16384, prefill_budget=1000
-    )
+    scheduler = Scheduler(trace, max_running=max_running, max_context_len=16384, prefill_budget=1000)
     assert sum(step.num_tokens for step in run(scheduler)) == trace.num_tokens
     assert scheduler.num_finished == 50
 
