@@ -120,7 +120,7 @@ class RaggedBatch:
         req_ids: Sequence[object] | None = None,
         **options: Unpack[BatchOptions],
     ) -> RaggedBatch:
-        """From flat ``token_ids`` [num_tokens] and CSR ``offsets`` [num_reqs + 1]; keywords as in ``from_sequences``."""
+        """From flat ``token_ids`` [num_tokens], CSR ``offsets`` [num_reqs + 1]; keywords as in ``from_sequences``."""
         assembly = Assembly(**options)
         convert = Converter(assembly.mode)
         rows = convert.host(req_pool_indices, "req_pool_indices")

@@ -75,6 +75,6 @@ def refuses(method: Callable[P, R]) -> Callable[P, R]:
             error.__context__ = None
             if error.__cause__ is not None:
                 error.__cause__ = error.__cause__.with_traceback(None)
-            raise error.with_traceback(None)
+            raise error.with_traceback(None)  # noqa: B904 - re-raised, not replaced: the cause is already its own
 
     return entry

@@ -173,7 +173,7 @@ class IsContiguous:
 
 @attrs.frozen
 class HasOwnRows:
-    """``argument``, 2-D, has a last stride of 1 and rows that share no cell, so that a write lands where it is meant."""
+    """``argument``, 2-D, has a last stride of 1 and rows that share no cell: a write lands where it is meant."""
 
     argument: str
 

@@ -1,0 +1,14 @@
+"""The guarded scatter, the resident token pool and the canary: everything that runs on the device."""
+
+from kv_canary.reference import scatter_req_token_ids_torch_reference
+from kv_canary.report import GuardReport, GuardViolation, Offender
+from kv_canary.scatter import launch_scatter_req_token_ids_kernel, scatter
+
+__all__ = [
+    "GuardReport",
+    "GuardViolation",
+    "Offender",
+    "launch_scatter_req_token_ids_kernel",
+    "scatter",
+    "scatter_req_token_ids_torch_reference",
+]

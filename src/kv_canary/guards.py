@@ -1,0 +1,100 @@
+"""The launcher's host guards: a list of rules, in the order in which they are applied. None of them syncs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ragged import Mode
+from ragged.convert import Coercion, Converter
+from ragged.rules import (
+    Arrays,
+    HasDtype,
+    HasLength,
+    HasNDim,
+    HasOwnRows,
+    IsContiguous,
+    NoOverlap,
+    OnDevice,
+    Rule,
+    apply,
+)
+
+SCATTER = "kv-canary: scatter_req_token_ids "
+"""Starts every message of the scatter; operators search their logs for it."""
+
+INPUTS = ("flat_in", "offsets", "req_pool_indices")
+OPTIONAL = "prefix_lens"
+
+
+def _num_reqs(arrays: Arrays) -> int:
+    return int(arrays["req_pool_indices"].shape[0])
+
+
+def _pool_device(arrays: Arrays) -> torch.device:
+    device: torch.device = arrays["pool_out"].device
+    return device
+
+
+def _of_inputs(names: Sequence[str]) -> tuple[list[Rule], list[Rule], list[Rule]]:
+    """Dimensions; dtypes; then what our own kernel needs besides."""
+    dimensions: list[Rule] = [HasNDim(name, 1) for name in names]
+    dtypes: list[Rule] = [HasDtype(name) for name in names]
+    ours: list[Rule] = [
+        *(OnDevice(name, "pool_out", _pool_device) for name in names),
+        *(IsContiguous(name) for name in names),
+        *(NoOverlap(name, "pool_out") for name in names),
+    ]
+    return dimensions, dtypes, ours
+
+
+POOL_SHAPE: list[Rule] = [HasNDim("pool_out", 2)]
+POOL_DTYPE: list[Rule] = [HasDtype("pool_out", "int32")]
+POOL_MEMORY: list[Rule] = [HasOwnRows("pool_out")]
+
+_dimensions, _dtypes, _ours = _of_inputs(INPUTS)
+_prefix_dimensions, _prefix_dtypes, _prefix_ours = _of_inputs([OPTIONAL])
+
+DIMENSIONS: list[Rule] = [*_dimensions, *POOL_SHAPE]
+DTYPES: list[Rule] = [*_dtypes, *POOL_DTYPE]
+LENGTHS: list[Rule] = [HasLength("offsets", "bs+1", lambda arrays: _num_reqs(arrays) + 1)]
+OURS: list[Rule] = [*POOL_MEMORY, *_ours]
+PREFIX_DIMENSIONS = _prefix_dimensions
+PREFIX: list[Rule] = [*_prefix_dtypes, HasLength(OPTIONAL, "bs", _num_reqs), *_prefix_ours]
+
+
+def check_scatter(arrays: dict[str, Any], mode: Mode) -> tuple[dict[str, Any], list[Coercion]]:
+    """The tensors to launch with: those given or, in coerce mode, converted ones, and what was converted.
+
+    The pool is never converted: a copy would swallow the write.
+
+    Raises: RaggedValueError, RaggedTypeError, in the order dimensions, dtypes, lengths, devices, strides, overlap.
+    """
+    prefix = arrays.get(OPTIONAL) is not None
+    apply(DIMENSIONS, arrays, where=SCATTER)
+    if prefix:
+        apply(PREFIX_DIMENSIONS, arrays, where=SCATTER)
+    coercions: list[Coercion] = []
+    if mode is Mode.COERCE:
+        apply(POOL_DTYPE, arrays, where=SCATTER)
+        convert, device = Converter(mode, coercions), _pool_device(arrays)
+        names = (*INPUTS, OPTIONAL) if prefix else INPUTS
+        arrays = arrays | {name: convert.device(arrays[name], name, device) for name in names}
+    apply(DTYPES, arrays, where=SCATTER)
+    apply(LENGTHS, arrays, where=SCATTER)
+    if prefix:
+        apply(PREFIX, arrays, where=SCATTER)
+    apply(OURS, arrays, where=SCATTER)
+    return arrays, coercions
+
+
+BATCH_POOL: list[Rule] = [
+    *POOL_SHAPE,
+    *POOL_DTYPE,
+    *POOL_MEMORY,
+    OnDevice("pool_out", "the batch", lambda arrays: arrays["packed"].device),
+    NoOverlap("packed", "pool_out"),
+]
+"""What a pool must be for a batch, which needs no checks of its own."""

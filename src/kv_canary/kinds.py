@@ -1,0 +1,33 @@
+"""Codes of guards, report columns and sentinels: written once, here; kernels take them as constexpr."""
+
+OFFSETS = 0
+"""Offsets that decrease, do not start at 0, or exceed ``flat_in``; position and value are the request's start, end."""
+ROW = 1
+"""A pool row outside the pool; value is the row."""
+PREFIX = 2
+"""A prefix that is negative or beyond ``max_context_len``; value is the prefix."""
+TOKEN = 3
+"""A token id that does not fit int32; position is its index in the request, value the id. Where offsets are so wrong
+that no request owns the token, request is -1 and position its index in ``flat_in``."""
+DROPPED = 4
+"""Tokens cut off at ``max_context_len``: counted, no fault."""
+
+GUARDS = ("offsets", "row", "prefix", "token", "dropped")
+"""Names by code."""
+FAULTS = (OFFSETS, ROW, PREFIX, TOKEN)
+"""The kinds that ``raise_if_any`` raises for."""
+
+COUNT = 0
+LAUNCH = 1
+REQUEST = 2
+POSITION = 3
+VALUE = 4
+REPORT_COLUMNS = 5
+"""A report is int64 ``[len(GUARDS), REPORT_COLUMNS]``: how many, then the first offender of that kind."""
+
+PLACEHOLDER = -1
+"""What the pool holds where a token id is not known or does not fit int32; never compared."""
+PADDING_ROW = 0
+"""Where CUDA-graph padding points."""
+INT32_MIN = -(2**31)
+INT32_MAX = 2**31 - 1

@@ -1,0 +1,79 @@
+"""Slow, obvious versions by another idea, plain loops over Python integers: the oracle of the tests."""
+
+from __future__ import annotations
+
+import torch
+
+from kv_canary import kinds
+
+
+def scatter_req_token_ids_torch_reference(
+    *,
+    flat_in: torch.Tensor,
+    offsets: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    pool_out: torch.Tensor,
+) -> None:
+    """The scatter as a loop over requests, for well-formed input: what the launcher must equal.
+
+    ``flat_in`` int64 ``[num_tokens]``, ``offsets`` int64 ``[bs + 1]``, ``req_pool_indices`` int64 ``[bs]``,
+    ``pool_out`` int32 ``[max_reqs, max_context_len]``.
+    """
+    bounds = offsets.tolist()
+    for request, row in enumerate(req_pool_indices.tolist()):
+        token_ids = flat_in[bounds[request] : bounds[request + 1]][: pool_out.shape[1]]
+        pool_out[row, : len(token_ids)] = token_ids.to(torch.int32)
+
+
+def scatter(
+    flat_in: torch.Tensor,
+    offsets: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    prefix_lens: torch.Tensor | None,
+    pool_out: torch.Tensor,
+    report: torch.Tensor | None,
+    launch: int,
+) -> None:
+    """The guarded scatter, cell by cell, for any input however wrong; arguments as in the backends."""
+    token_ids, bounds, rows = flat_in.tolist(), offsets.tolist(), req_pool_indices.tolist()
+    prefixes = [0] * len(rows) if prefix_lens is None else prefix_lens.tolist()
+    max_reqs, max_context_len = pool_out.shape
+
+    def tell(kind: int, request: int, position: int, value: int, amount: int = 1) -> None:
+        if report is None:
+            return
+        if report[kind, kinds.COUNT] == 0:
+            report[kind, kinds.LAUNCH] = launch
+            report[kind, kinds.REQUEST] = request
+            report[kind, kinds.POSITION] = position
+            report[kind, kinds.VALUE] = value
+        report[kind, kinds.COUNT] += amount
+
+    for request, (row, prefix) in enumerate(zip(rows, prefixes, strict=True)):
+        start, end = bounds[request], bounds[request + 1]
+        sound = True
+        if not 0 <= start <= end <= len(token_ids) or (request == 0 and start != 0):
+            tell(kinds.OFFSETS, request, start, end)
+            sound = False
+        if not 0 <= row < max_reqs:
+            tell(kinds.ROW, request, 0, row)
+            sound = False
+        if not 0 <= prefix <= max_context_len:
+            tell(kinds.PREFIX, request, 0, prefix)
+            sound = False
+        if not sound:
+            continue
+        dropped = 0
+        for position, token_id in enumerate(token_ids[start:end]):
+            if prefix + position >= max_context_len:
+                dropped += 1
+            else:
+                fits = kinds.INT32_MIN <= token_id <= kinds.INT32_MAX
+                pool_out[row, prefix + position] = token_id if fits else kinds.PLACEHOLDER
+        if dropped:
+            tell(kinds.DROPPED, request, end - start - dropped, dropped, dropped)
+
+    for index, token_id in enumerate(token_ids[: max(bounds[-1], 0)]):
+        if not kinds.INT32_MIN <= token_id <= kinds.INT32_MAX:
+            owners = [request for request in range(len(rows)) if 0 <= bounds[request] <= index < bounds[request + 1]]
+            tell(kinds.TOKEN, *((owners[0], index - bounds[owners[0]]) if owners else (-1, index)), token_id)

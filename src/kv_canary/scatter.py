@@ -1,0 +1,136 @@
+"""The guarded scatter: check, pick a backend, launch."""
+
+from __future__ import annotations
+
+import torch
+
+from kv_canary import backends
+from kv_canary.guards import BATCH_POOL, SCATTER, check_scatter
+from kv_canary.report import GuardReport
+from ragged import Mode, RaggedBatch, RaggedTypeError, RaggedValueError
+from ragged.errors import refuses
+from ragged.rules import apply
+
+
+@refuses
+def scatter(
+    batch: RaggedBatch, pool: torch.Tensor, *, report: GuardReport | None = None, backend: str = "auto"
+) -> None:
+    """Write each request's tokens into its pool row, from column ``prefix_len`` on. Nothing else changes.
+
+    For request r, with ``n = min(length, max_context_len - prefix_len)``:
+    ``pool[row_r, prefix_len_r : prefix_len_r + n] = token_ids[offsets[r] : offsets[r] + n]`` as int32. A token that
+    does not fit int32 is stored as -1 and counted.
+
+    Args:
+        batch: a RaggedBatch on the pool's device.
+        pool: int32 ``[max_reqs, max_context_len]``, last stride 1, any row stride.
+        report: counts what the device guards find; None contains without counting.
+        backend: ``"auto"``, ``"triton"`` or ``"torch"``.
+
+    Raises: RaggedTypeError, RaggedValueError: the pool is not such a table or on another device; a row or a segment of
+        the batch does not fit it (under the batch's overflow policy). Checked on the host, without a sync.
+    """
+    if not isinstance(batch, RaggedBatch):
+        raise RaggedTypeError(f"{SCATTER}batch must be a RaggedBatch, got {type(batch).__name__}", argument="batch")
+    _check_tensors({"pool_out": pool})
+    apply(BATCH_POOL, {"pool_out": pool, "packed": batch.packed}, where=SCATTER)
+    max_reqs, max_context_len = pool.shape
+    batch.layout.check_pool((max_reqs, max_context_len))
+    _launch(
+        batch.token_ids,
+        batch.offsets,
+        batch.req_pool_indices,
+        batch.prefix_lens if batch.layout.max_prefix_len else None,
+        pool,
+        report,
+        backend,
+        batch.layout.req_ids,
+    )
+
+
+@refuses
+def launch_scatter_req_token_ids_kernel(
+    *,
+    flat_in: torch.Tensor,
+    offsets: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    pool_out: torch.Tensor,
+    prefix_lens: torch.Tensor | None = None,
+    mode: Mode | str = Mode.STRICT,
+    report: GuardReport | None = None,
+    backend: str = "auto",
+) -> None:
+    """Drop-in for SGLang's launcher of this name: same keywords, checks, messages and silent truncation; no cap.
+
+    Args:
+        flat_in: int64 ``[num_tokens]``.
+        offsets: int64 ``[bs + 1]``, CSR. Tokens beyond the last offset belong to nobody.
+        req_pool_indices: int64 ``[bs]``. Where two requests share a row, which one a cell holds is not specified.
+        pool_out: int32 ``[max_reqs, max_context_len]``, last stride 1, any row stride.
+        prefix_lens: int64 ``[bs]``, the column at which each request starts; 0 where not given.
+        mode: ``"coerce"`` converts inputs of another integer dtype, device or stride, and records it in the report.
+        report: counts what the device guards find; without one they contain silently.
+        backend: ``"auto"``, ``"triton"`` or ``"torch"``.
+
+    Values are the device guards' to check, and cost no sync: a request with a wrong row, prefix or offsets writes
+    nothing, its neighbours are written exactly; a token that does not fit int32 is stored as -1.
+
+    Raises: RaggedValueError, RaggedTypeError, from metadata alone.
+    """
+    given = {"flat_in": flat_in, "offsets": offsets, "req_pool_indices": req_pool_indices, "pool_out": pool_out}
+    if prefix_lens is not None:
+        given["prefix_lens"] = prefix_lens
+    _check_tensors(given)
+    arrays, coercions = check_scatter(given, Mode(mode))
+    if report is not None:
+        report.coercions += coercions
+    _launch(
+        arrays["flat_in"],
+        arrays["offsets"],
+        arrays["req_pool_indices"],
+        arrays.get("prefix_lens"),
+        pool_out,
+        report,
+        backend,
+        None,
+    )
+
+
+def _check_tensors(arrays: dict[str, torch.Tensor]) -> None:
+    for name, tensor in arrays.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise RaggedTypeError(
+                f"{SCATTER}{name} must be a tensor, got {type(tensor).__name__}",
+                argument=name,
+                got=type(tensor).__name__,
+            )
+
+
+def _launch(
+    flat_in: torch.Tensor,
+    offsets: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    prefix_lens: torch.Tensor | None,
+    pool_out: torch.Tensor,
+    report: GuardReport | None,
+    backend: str,
+    req_ids: tuple[object, ...] | None,
+) -> None:
+    """Nothing to do, nothing launched; but where a report is given, requests without tokens are checked too."""
+    run = backends.resolve(backend, pool_out.device)
+    if req_pool_indices.shape[0] == 0 or (report is None and (flat_in.shape[0] == 0 or pool_out.numel() == 0)):
+        return
+    table, number = None, 0
+    if report is not None:
+        if report.device != pool_out.device:
+            raise RaggedValueError(
+                f"{SCATTER}report is on {report.device}, pool_out is on {pool_out.device}",
+                argument="report",
+                got=str(report.device),
+                bound=str(pool_out.device),
+            )
+        max_reqs, max_context_len = pool_out.shape
+        number = report.begin(req_ids, num_tokens=flat_in.shape[0], max_reqs=max_reqs, max_context_len=max_context_len)
+        table = report.table
+    run.scatter(flat_in, offsets, req_pool_indices, prefix_lens, pool_out, table, number)

@@ -1,0 +1,93 @@
+"""The torch backend: the same operations, vectorised; for the CPU and wherever triton is absent."""
+
+from __future__ import annotations
+
+import torch
+
+from kv_canary import kinds
+
+
+@torch.inference_mode()  # so that a pool made in inference mode and one made outside are written alike
+def scatter(
+    flat_in: torch.Tensor,
+    offsets: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    prefix_lens: torch.Tensor | None,
+    pool_out: torch.Tensor,
+    report: torch.Tensor | None,
+    launch: int,
+) -> None:
+    """See ``kv_canary.scatter``; ``report`` is int64 ``[len(GUARDS), REPORT_COLUMNS]``. On CUDA this syncs."""
+    num_tokens, num_reqs = flat_in.shape[0], req_pool_indices.shape[0]
+    max_reqs, max_context_len = pool_out.shape
+    device = pool_out.device
+    starts, ends, rows = offsets[:-1], offsets[1:], req_pool_indices
+    prefixes = torch.zeros_like(rows) if prefix_lens is None else prefix_lens
+    requests = torch.arange(num_reqs, dtype=torch.int64, device=device)
+
+    good_offsets = (starts >= 0) & (ends >= starts) & (ends <= num_tokens) & ((requests > 0) | (starts == 0))
+    good_row = (rows >= 0) & (rows < max_reqs)
+    good_prefix = (prefixes >= 0) & (prefixes <= max_context_len)
+    good = good_offsets & good_row & good_prefix
+    lengths = torch.where(good, ends - starts, 0)
+    written = torch.where(good, torch.minimum(lengths, max_context_len - prefixes), 0)
+
+    total = int(written.sum())
+    owners = torch.repeat_interleave(requests, written, output_size=total)
+    index = torch.arange(total, dtype=torch.int64, device=device) - (written.cumsum(0) - written)[owners]
+    token_ids = flat_in[starts[owners] + index]
+    cells = rows[owners] * pool_out.stride(0) + prefixes[owners] + index
+    if total:
+        max_cells = (max_reqs - 1) * pool_out.stride(0) + max_context_len
+        pool_out.as_strided((max_cells,), (1,)).index_put_((cells,), _narrow(token_ids))
+
+    if report is not None:
+        none = torch.zeros_like(rows)
+        _add_report(report, kinds.OFFSETS, launch, ~good_offsets, requests, starts, ends)
+        _add_report(report, kinds.ROW, launch, ~good_row, requests, none, rows)
+        _add_report(report, kinds.PREFIX, launch, ~good_prefix, requests, none, prefixes)
+        _add_report_tokens(report, launch, flat_in[: max(int(offsets[-1]), 0)], offsets)
+        dropped = lengths - written
+        _add_report(report, kinds.DROPPED, launch, dropped > 0, requests, written, dropped, dropped)
+
+
+def _fits(token_ids: torch.Tensor) -> torch.Tensor:
+    return (token_ids >= kinds.INT32_MIN) & (token_ids <= kinds.INT32_MAX)
+
+
+def _narrow(token_ids: torch.Tensor) -> torch.Tensor:
+    """int32; a token that does not fit becomes the placeholder."""
+    return torch.where(_fits(token_ids), token_ids, kinds.PLACEHOLDER).to(torch.int32)
+
+
+def _add_report_tokens(report: torch.Tensor, launch: int, token_ids: torch.Tensor, offsets: torch.Tensor) -> None:
+    wrong = (~_fits(token_ids)).nonzero().flatten()
+    if wrong.numel():
+        requests = torch.searchsorted(offsets[1:].contiguous(), wrong, right=True).clamp(max=offsets.shape[0] - 2)
+        starts = offsets[requests]
+        owned = (starts >= 0) & (wrong >= starts) & (wrong < offsets[requests + 1])
+        positions = torch.where(owned, wrong - starts, wrong)
+        every = torch.ones_like(owned)
+        _add_report(report, kinds.TOKEN, launch, every, torch.where(owned, requests, -1), positions, token_ids[wrong])
+
+
+def _add_report(
+    report: torch.Tensor,
+    kind: int,
+    launch: int,
+    wrong: torch.Tensor,
+    requests: torch.Tensor,
+    positions: torch.Tensor,
+    values: torch.Tensor,
+    amounts: torch.Tensor | None = None,
+) -> None:
+    """Count what is wrong; the first of its kind leaves its particulars."""
+    if not bool(wrong.any()):
+        return
+    line, first = report[kind], wrong.to(torch.int8).argmax()
+    if int(line[kinds.COUNT]) == 0:
+        line[kinds.LAUNCH] = launch
+        line[kinds.REQUEST] = requests[first]
+        line[kinds.POSITION] = positions[first]
+        line[kinds.VALUE] = values[first]
+    line[kinds.COUNT] += wrong.sum() if amounts is None else amounts[wrong].sum()
