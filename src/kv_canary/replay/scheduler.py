@@ -15,13 +15,13 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from kv_canary.kinds import PADDING_ROW
 from kv_canary.replay.trace import Trace
 
-__all__ = ["PADDING_ROW", "Scheduler", "Segments", "count_steps"]
+__all__ = ["Scheduler", "Segments", "count_steps"]
 
 Int64Array = npt.NDArray[np.int64]
 
-PADDING_ROW = 0  # never a request's row
 FREE = -1  # the request of a row that has none
 
 
@@ -113,11 +113,6 @@ class Scheduler:
         self._prefilled = np.zeros(max_running + 1, np.bool_)
         self.refused = {"longer than max_context": int(too_long.sum())}
         self.num_finished = 0
-
-    @property
-    def max_reqs(self) -> int:
-        """Rows that the pool must have, the padding row among them."""
-        return len(self._request)
 
     @property
     def num_running(self) -> int:

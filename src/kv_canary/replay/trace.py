@@ -70,8 +70,7 @@ class Trace:
     def __attrs_post_init__(self) -> None:
         if len(self.context_lens) != len(self.generated_lens):
             raise ValueError(
-                f"trace {self.name}: {len(self.context_lens)} context_lens, "
-                f"{len(self.generated_lens)} generated_lens"
+                f"trace {self.name}: {len(self.context_lens)} context_lens, {len(self.generated_lens)} generated_lens"
             )
 
     def __len__(self) -> int:
@@ -97,9 +96,7 @@ class Trace:
         blocks = self.block_offsets[requests] + positions // BLOCK_TOKENS
         keys = np.where(in_block, self.block_ids.take(blocks, mode="clip"), requests)
         # Offsets go in negative, so that no block token comes of a pair that a request uses too.
-        return _mix_to_vocabulary(
-            keys, np.where(in_block, -1 - positions % BLOCK_TOKENS, positions)
-        )
+        return _mix_to_vocabulary(keys, np.where(in_block, -1 - positions % BLOCK_TOKENS, positions))
 
 
 def _mix_to_vocabulary(a: Int64Array, b: Int64Array) -> Int64Array:

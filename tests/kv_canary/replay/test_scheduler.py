@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_canary.replay.scheduler import PADDING_ROW, Scheduler, Segments, count_steps
+from kv_canary.kinds import PADDING_ROW
+from kv_canary.replay.scheduler import Scheduler, Segments, count_steps
 from kv_canary.replay.trace import Trace, read_trace, synthetic_trace
 
 

@@ -45,9 +45,7 @@ def write(tmp_path: Path) -> Write:
 
 
 def test_azure_rows_become_requests_in_their_order(write: Write) -> None:
-    trace = read_trace(
-        write(azure("2023-11-16 18:17:03.9799600,4808,10", "2023-11-16 18:17:04.0319600,0,0"))
-    )
+    trace = read_trace(write(azure("2023-11-16 18:17:03.9799600,4808,10", "2023-11-16 18:17:04.0319600,0,0")))
     assert trace.context_lens.tolist() == [4808, 0]
     assert trace.generated_lens.tolist() == [10, 0]
 
@@ -106,9 +104,7 @@ def test_a_limit_reads_that_many_requests_and_no_further(write: Write) -> None:
         ("mooncake_conversation.jsonl", 12_031, 144_793_823 + 4_122_048),
     ],
 )
-def test_the_real_traces_are_read_whole(
-    traces: Path, file: str, num_requests: int, num_tokens: int
-) -> None:
+def test_the_real_traces_are_read_whole(traces: Path, file: str, num_requests: int, num_tokens: int) -> None:
     trace = read_trace(traces / file)
     assert (len(trace), trace.num_tokens) == (num_requests, num_tokens)
 
@@ -124,9 +120,7 @@ def test_the_real_traces_are_read_whole(
         pytest.param("[1, 2]", 1, "nor a JSON object: '[1, 2]'", id="json_but_no_object"),
         pytest.param(AZURE_HEADER, 1, "the trace ends without a request", id="header_only"),
         pytest.param(b"TIMESTAMP\xff", 1, "not UTF-8 text", id="not_text"),
-        pytest.param(
-            azure("2023-11-16,1").encode() + b"\n\xff", 2, "2 fields, the header has 3", id="short"
-        ),
+        pytest.param(azure("2023-11-16,1").encode() + b"\n\xff", 2, "2 fields, the header has 3", id="short"),
         pytest.param(azure("2023-11-16,1,1,1"), 2, "4 fields, the header has 3", id="long_row"),
         pytest.param(azure("today,1,1"), 2, "TIMESTAMP must be a date and time", id="no_date"),
         pytest.param(azure("2023-11-16,-1,1"), 2, "ContextTokens must be an integer", id="minus"),
@@ -147,9 +141,7 @@ def test_the_real_traces_are_read_whole(
         pytest.param(mooncake(output_length=10**40), 1, "output_length must be", id="giant"),
         pytest.param(mooncake(hash_ids="7"), 1, "hash_ids must be a list", id="hash_text"),
         pytest.param(mooncake(hash_ids=[7, 2**63]), 1, "hash_ids must be a list", id="wide_hash"),
-        pytest.param(
-            mooncake(hash_ids=[7]), 1, "hash_ids has 1, input_length 600 needs 2", id="few"
-        ),
+        pytest.param(mooncake(hash_ids=[7]), 1, "hash_ids has 1, input_length 600 needs 2", id="few"),
     ],
 )
 def test_a_bad_line_is_refused_by_file_line_and_reason_in_one_line(
@@ -202,9 +194,7 @@ def test_tokens_depend_on_request_and_position_and_on_nothing_else() -> None:
     assert everything.dtype == np.int64
     assert len(np.unique(everything)) == 30
     assert trace.token_ids(1, np.arange(4, 12)).tolist() == everything[1, 4:12].tolist()
-    assert (
-        plain_trace([3, 4], [0, 0]).token_ids(1, np.arange(15)).tolist() == everything[1].tolist()
-    )
+    assert plain_trace([3, 4], [0, 0]).token_ids(1, np.arange(15)).tolist() == everything[1].tolist()
 
 
 def test_tokens_are_pinned_so_that_a_replay_can_be_compared_with_an_old_one() -> None:
@@ -259,9 +249,7 @@ def test_a_synthetic_trace_is_shaped_like_the_azure_conversations(traces: Path) 
     made = synthetic_trace(len(real))
     for field in ("context_lens", "generated_lens"):
         for percentile in (50, 90):
-            ratio = np.percentile(getattr(made, field), percentile) / np.percentile(
-                getattr(real, field), percentile
-            )
+            ratio = np.percentile(getattr(made, field), percentile) / np.percentile(getattr(real, field), percentile)
             assert 0.9 < ratio < 1.1, (field, percentile)
 
 
