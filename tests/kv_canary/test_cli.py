@@ -1,0 +1,219 @@
+"""The command line: what it prints, where, and with which exit code."""
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from kv_canary import cli
+from kv_canary.replay import run
+from kv_canary.replay.inject import KINDS
+
+SRC = Path(__file__).resolve().parents[2] / "src"
+SMALL = ["--requests", "20", "--max-running", "8", "--prefill-budget", "2048"]
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,5,2\n2023-11-16 18:17:04,9,1\n"
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(cli.main, ["replay", *map(str, arguments)])
+
+
+def process(*arguments: str, code: str | None = None) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own, with its output in pipes."""
+    start = ["-m", "kv_canary"] if code is None else ["-c", code]
+    return subprocess.run(
+        [sys.executable, *start, *arguments],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(SRC)},
+        timeout=120,
+    )
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.csv"
+    path.write_text(AZURE)
+    return path
+
+
+# ---- all is right -----------------------------------------------------------------------
+
+
+def test_without_a_trace_a_synthetic_one_is_replayed_clean() -> None:
+    result = invoke(*SMALL)
+    assert result.exit_code == 0, result.output
+    assert "synthetic (seed 0), 20 requests" in result.stdout
+    assert "clean" in result.stdout
+    assert result.stderr == ""
+
+
+def test_the_table_says_what_happened(trace: Path) -> None:
+    lines = invoke(trace, "--max-context", 8).stdout.splitlines()
+    table = {line[:18].strip(): line[18:].strip() for line in lines}
+    assert table["trace"] == "trace.csv, 2 requests"
+    assert table["requests finished"] == "1"
+    assert table["requests refused"] == "1 (1 longer than max_context)"
+    assert table["tokens scattered"] == "7"
+    assert table["steps"].startswith("3 in ")
+    assert table["host us a step"].startswith("p50 ")
+    assert table["verification"] == "clean; 7 tokens of 1 requests compared"
+    assert int(table["bytes copied"].replace(",", "")) >= 7 * 8
+    assert len(lines) == 8
+
+
+def test_when_nothing_was_compared_the_table_does_not_say_clean(trace: Path) -> None:
+    result = invoke(trace, "--max-context", 1)
+    assert result.exit_code == 0
+    assert "NOTHING WAS COMPARED" in result.stdout
+    assert "clean" not in result.stdout
+
+
+def test_a_file_name_is_printed_as_it_is(trace: Path) -> None:
+    odd = trace.rename(trace.with_name("[red]x[bold]"))
+    assert "[red]x[bold], 2 requests" in invoke(odd).stdout
+
+
+def test_requests_takes_the_first_of_the_trace(trace: Path) -> None:
+    assert "trace.csv, 1 requests" in invoke(trace, "--requests", 1).stdout
+
+
+def test_json_holds_the_figures_and_the_settings(tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    assert invoke(*SMALL, "--seed", 3, "--verify-every", 7, "--json", path).exit_code == 0
+    figures = json.loads(path.read_text())
+    assert figures["requests_finished"] == 20
+    assert figures["violations"] == 0
+    assert figures["settings"]["seed"] == 3
+    assert figures["settings"]["verify_every"] == 7
+
+
+def test_in_a_pipe_there_is_no_progress_bar_and_no_escape_code() -> None:
+    done = process("replay", *SMALL)
+    assert done.returncode == 0, done.stderr
+    assert "\x1b" not in done.stdout + done.stderr
+    assert done.stderr == ""
+
+
+def test_on_a_terminal_there_is_a_progress_bar() -> None:
+    leader, follower = pty.openpty()
+    command = [sys.executable, "-m", "kv_canary", "replay", *SMALL]
+    environment = os.environ | {"PYTHONPATH": str(SRC), "TERM": "xterm", "COLUMNS": "100"}
+    with subprocess.Popen(command, stdin=follower, stdout=follower, stderr=follower, env=environment) as child:
+        os.close(follower)
+        output = b""
+        try:
+            while chunk := os.read(leader, 4096):
+                output += chunk
+        except OSError:  # how Linux says that the other end is closed
+            pass
+    os.close(leader)
+    assert child.returncode == 0, output
+    assert b"/20" in output, "the bar counts requests"
+    assert b"clean" in output
+
+
+# ---- something was found ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_injected_fault_ends_with_exit_1_and_one_line_that_names_it(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    result = invoke(*SMALL, "--inject", kind, "--json", path)
+    assert result.exit_code == 1, result.output
+    [line] = result.stderr.splitlines()
+    assert line.startswith("step ")
+    assert "FAILED, 1 violations" in result.stdout
+    figures = json.loads(path.read_text())
+    assert (figures["violations"], figures["findings"]) == (1, [line])
+
+
+def test_more_violations_than_lines_are_counted_in_a_last_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(run, "scatter", lambda *args, **keywords: None)
+    result = invoke(*SMALL)
+    assert result.exit_code == 1
+    lines = result.stderr.splitlines()
+    assert len(lines) == run.MAX_FINDINGS + 1
+    assert lines[-1].startswith("and ") and lines[-1].endswith(" more")
+
+
+def test_ctrl_c_prints_the_figures_so_far_and_exits_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def press(*args: object, **keywords: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "scatter", press)
+    result = invoke(*SMALL)
+    assert result.exit_code == 130
+    assert "requests finished" in result.stdout
+    assert "interrupted" in result.stderr
+
+
+# ---- a bad call -------------------------------------------------------------------------
+
+
+def test_a_bad_line_of_a_trace_is_one_line_with_file_and_number_and_exit_2(trace: Path) -> None:
+    trace.write_text(AZURE + "2023-11-16 18:17:05,many,3\n")
+    result = invoke(trace)
+    assert result.exit_code == 2
+    assert result.stderr == (f"Error: {trace}:4: ContextTokens must be an integer from 0 to 2147483647, got 'many'\n")
+    assert result.stdout == ""
+
+
+def test_a_missing_trace_is_one_line_and_exit_2(tmp_path: Path) -> None:
+    result = invoke(tmp_path / "absent.csv")
+    assert result.exit_code == 2
+    assert result.stderr == (f"Error: {tmp_path}/absent.csv: cannot be read: No such file or directory\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param(["--inject", "rust"], "'rust' is not one of", id="unknown_fault"),
+        pytest.param(["--mode", "lenient"], "'lenient' is not one of", id="unknown_mode"),
+        pytest.param(["--max-running", "0"], "0 is not in the range", id="no_rows"),
+        pytest.param(["--verify-every", "0"], "0 is not in the range", id="never_verified"),
+        pytest.param(["--requests", "x"], "'x' is not a valid integer", id="no_number"),
+        pytest.param(["--device", "toaster"], "'toaster' cannot be used: ", id="unknown_device"),
+        pytest.param(["--device", "cuda:99"], "'cuda:99' cannot be used: ", id="absent_device"),
+        pytest.param(["--device", "meta"], "'meta' cannot be used: ", id="device_without_data"),
+        pytest.param(["--json", "/nowhere/x.json"], "/nowhere is not a folder", id="no_folder"),
+        pytest.param(["--bogus"], "No such option", id="unknown_option"),
+        pytest.param(["a", "b"], "unexpected extra argument", id="two_traces"),
+    ],
+)
+def test_a_bad_option_is_said_and_exit_2(arguments: list[str], message: str) -> None:
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+
+
+def test_a_pool_that_does_not_fit_is_said_and_exit_2() -> None:
+    result = invoke("--max-running", 2**31 - 1, "--max-context", 2**31 - 1)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("Error: a pool of 2147483648 x 2147483647 int32, ")
+    assert result.stderr.endswith("does not fit cpu\n")
+
+
+@pytest.mark.parametrize("missing", ["click", "rich"])
+def test_without_click_or_rich_one_line_says_what_to_install(missing: str) -> None:
+    code = f"import sys; sys.modules[{missing!r}] = None; from kv_canary.cli import main; main()"
+    done = process(code=code)
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"kv-canary: the command line needs {missing}, which is not installed; pip install 'ragged-kv-canary[cli]'\n"
+    )
+
+
+def test_help_says_what_the_exit_codes_mean() -> None:
+    result = invoke("--help")
+    assert result.exit_code == 0
+    assert "Exit code 0: all is right. 1:" in result.stdout
