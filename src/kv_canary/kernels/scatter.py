@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from kv_canary import kinds
-from kv_canary.kernels._search import bisect_ends, count_ends
+from kv_canary.kernels._search import bisect_ends, locate
 
 OFFSETS = tl.constexpr(kinds.OFFSETS)
 ROW = tl.constexpr(kinds.ROW)
@@ -136,11 +136,26 @@ def mend_decreasing(
 
 @triton.jit
 def report_requests(
+    requests, inside, starts, ends, rows, prefixes, good_offsets, good_row, good_prefix, written, report_ptr, launch,
+):  # fmt: skip
+    """Report each fault of these requests once; empty requests are checked like any other."""
+    one = tl.zeros_like(requests) + 1
+    none = tl.zeros_like(requests)
+    add_report(report_ptr, OFFSETS, launch, inside & ~good_offsets, one, requests, starts, ends)
+    add_report(report_ptr, ROW, launch, inside & ~good_row, one, requests, none, rows)
+    add_report(report_ptr, PREFIX, launch, inside & ~good_prefix, one, requests, none, prefixes)
+    sound = inside & good_offsets & good_row & good_prefix
+    dropped = tl.where(sound, ends - starts - written, 0)
+    add_report(report_ptr, DROPPED, launch, dropped > 0, dropped, requests, written, dropped)
+
+
+@triton.jit
+def check_requests(
     first, offsets_ptr, rows_ptr, prefix_lens_ptr, report_ptr,
     num_tokens, num_reqs, max_reqs, max_context_len, launch,
     HAS_PREFIX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Check BLOCK requests from ``first``, empty ones too, and report each fault once."""
+    """Check BLOCK requests from ``first``."""
     requests = first + tl.arange(0, BLOCK)  # [BLOCK] int64
     inside = requests < num_reqs
     starts = tl.load(offsets_ptr + requests, mask=inside, other=0)  # [BLOCK] int64
@@ -150,15 +165,11 @@ def report_requests(
     good_offsets = offsets_ok(requests, starts, ends, num_tokens)
     good_row = row_ok(rows, max_reqs)
     good_prefix = prefix_ok(prefixes, max_context_len)
-    one = tl.full([BLOCK], 1, dtype=tl.int64)
-    none = tl.zeros([BLOCK], dtype=tl.int64)
-    add_report(report_ptr, OFFSETS, launch, inside & ~good_offsets, one, requests, starts, ends)
-    add_report(report_ptr, ROW, launch, inside & ~good_row, one, requests, none, rows)
-    add_report(report_ptr, PREFIX, launch, inside & ~good_prefix, one, requests, none, prefixes)
-    lengths = ends - starts
-    written = tl.minimum(lengths, max_context_len - prefixes)
-    dropped = tl.where(inside & good_offsets & good_row & good_prefix, lengths - written, 0)
-    add_report(report_ptr, DROPPED, launch, dropped > 0, dropped, requests, written, dropped)
+    written = tl.minimum(ends - starts, max_context_len - prefixes)
+    report_requests(
+        requests, inside, starts, ends, rows, prefixes, good_offsets, good_row, good_prefix,
+        written, report_ptr, launch,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -173,16 +184,19 @@ def write_tokens(
     short, fits = narrow(token_ids)
     last = tl.minimum(first + BLOCK, num_tokens) - 1
 
-    # locate: the block's first request, and whether it reaches the block's end
-    request = tl.minimum(count_ends(offsets_ptr, num_reqs, first, WINDOW), num_reqs - 1)
+    # locate: the requests of the block's first and last token, and all of the first one's metadata at once
+    request, last_request = locate(offsets_ptr, num_reqs, first, last, WINDOW)
+    request = tl.minimum(request, num_reqs - 1)
+    start = tl.load(offsets_ptr + request)
+    end = tl.load(offsets_ptr + request + 1)
+    row = tl.load(rows_ptr + request)
+    prefix = load_prefix(prefix_lens_ptr, request, request >= 0, HAS_PREFIX)
     owned_end = tl.load(offsets_ptr + num_reqs)
-    if tl.load(offsets_ptr + request + 1) > last:
-        requests = tl.zeros_like(tokens) + request
-        start = tl.load(offsets_ptr + request)
-        end = tl.load(offsets_ptr + request + 1)
-        row = tl.load(rows_ptr + request)
-        prefix = load_prefix(prefix_lens_ptr, request, request >= 0, HAS_PREFIX)
+
+    # check and store: straight where one request owns the block, by a search between its ends otherwise
+    if end > last:
         ok = offsets_ok(request, start, end, num_tokens) & row_ok(row, max_reqs) & prefix_ok(prefix, max_context_len)
+        requests = tl.zeros_like(tokens) + request
         index = tokens - start  # [BLOCK] int64
         columns = prefix + index  # [BLOCK] int64
         # Scalar conditions enter as bounds: the interpreter cannot splat a scalar bool into a mask.
@@ -190,8 +204,8 @@ def write_tokens(
         inside = owned & (columns < max_context_len) & (tokens <= tl.where(ok, last, -1))
         tl.store(pool_ptr + row * row_stride + columns, short, mask=inside)
     else:
-        last_request = tl.minimum(count_ends(offsets_ptr, num_reqs, last, WINDOW), num_reqs - 1)
-        requests = bisect_ends(offsets_ptr, request, tl.maximum(last_request, request), tokens)  # [BLOCK] int64
+        last_request = tl.maximum(tl.minimum(last_request, num_reqs - 1), request)
+        requests = bisect_ends(offsets_ptr, request, last_request, tokens)  # [BLOCK] int64
         starts = tl.load(offsets_ptr + requests)  # [BLOCK] int64
         ends = tl.load(offsets_ptr + requests + 1)  # [BLOCK] int64
         rows = tl.load(rows_ptr + requests)  # [BLOCK] int64
@@ -227,7 +241,7 @@ def scatter_flat(
     else:
         first = (program - token_programs) * WINDOW
         if REPORT:
-            report_requests(
+            check_requests(
                 first, offsets_ptr, rows_ptr, prefix_lens_ptr, report_ptr,
                 num_tokens, num_reqs, max_reqs, max_context_len, launch, HAS_PREFIX, WINDOW,
             )  # fmt: skip
@@ -235,3 +249,45 @@ def scatter_flat(
             first, flat_ptr, offsets_ptr, rows_ptr, prefix_lens_ptr, pool_ptr,
             num_tokens, num_reqs, max_reqs, max_context_len, row_stride, HAS_PREFIX, WINDOW,
         )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=[*SIZES, "column_tiles"])
+def scatter_tiles(
+    flat_ptr, offsets_ptr, rows_ptr, prefix_lens_ptr, pool_ptr, report_ptr,
+    num_tokens: tl.int64, num_reqs: tl.int64, max_reqs: tl.int64, max_context_len: tl.int64, row_stride: tl.int64,
+    launch: tl.int64, column_tiles: tl.int64, REPORT: tl.constexpr, REQUESTS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Grid: ``cdiv(num_reqs, REQUESTS) * column_tiles`` programs, each a tile of requests x columns; no search.
+
+    For batches whose longest request the host knows to be not much longer than the others.
+    """
+    program = tl.program_id(0).to(tl.int64)  # the one widening: every address below derives from int64
+    column_tile = program % column_tiles
+    requests = program // column_tiles * REQUESTS + tl.arange(0, REQUESTS)  # [REQUESTS] int64
+    inside = requests < num_reqs
+    starts = tl.load(offsets_ptr + requests, mask=inside, other=0)  # [REQUESTS] int64
+    ends = tl.load(offsets_ptr + requests + 1, mask=inside, other=0)  # [REQUESTS] int64
+    rows = tl.load(rows_ptr + requests, mask=inside, other=0)  # [REQUESTS] int64
+    prefixes = tl.load(prefix_lens_ptr + requests, mask=inside, other=0)  # [REQUESTS] int64
+    good_offsets = offsets_ok(requests, starts, ends, num_tokens)
+    good_row = row_ok(rows, max_reqs)
+    good_prefix = prefix_ok(prefixes, max_context_len)
+    good = good_offsets & good_row & good_prefix
+    lengths = tl.where(good, ends - starts, 0)
+    written = tl.minimum(lengths, max_context_len - prefixes)
+
+    index = column_tile * COLUMNS + tl.arange(0, COLUMNS)[None, :]  # [1, COLUMNS] int64
+    owned = index < lengths[:, None]
+    token_ids = tl.load(flat_ptr + starts[:, None] + index, mask=owned, other=0)  # [REQUESTS, COLUMNS] int64
+    short, fits = narrow(token_ids)
+    tl.store(pool_ptr + (rows * row_stride + prefixes)[:, None] + index, short, mask=index < written[:, None])
+
+    if REPORT:
+        one = tl.zeros_like(token_ids) + 1
+        owner = tl.zeros_like(token_ids) + requests[:, None]
+        add_report(report_ptr, TOKEN, launch, owned & ~fits, one, owner, tl.zeros_like(token_ids) + index, token_ids)
+        if column_tile == 0:
+            report_requests(
+                requests, inside, starts, ends, rows, prefixes, good_offsets, good_row, good_prefix,
+                written, report_ptr, launch,
+            )  # fmt: skip
