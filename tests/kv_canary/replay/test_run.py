@@ -219,6 +219,24 @@ def test_an_unknown_fault_is_refused() -> None:
         replay(MIXED, settings(inject="rust"))
 
 
+# ---- on a GPU ---------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_trace_replays_clean() -> None:
+    result = replay(MIXED, settings(device="cuda"))
+    assert result.findings == ()
+    assert result.tokens_scattered == MIXED_TOKENS
+    assert result.tokens_verified == replay(MIXED, settings()).tokens_verified
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", inject.KINDS)
+def test_on_a_gpu_every_fault_is_found_and_named_as_on_the_cpu(kind: str) -> None:
+    found = replay(MIXED, settings(inject=kind, device="cuda")).findings
+    assert found == replay(MIXED, settings(inject=kind)).findings
+
+
 # ---- figures ----------------------------------------------------------------------------
 
 
