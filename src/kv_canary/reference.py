@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kv_canary import kinds
+from ragged import RaggedBatch
 
 
 def scatter_req_token_ids_torch_reference(
@@ -76,4 +77,11 @@ def scatter(
     for index, token_id in enumerate(token_ids[: max(bounds[-1], 0)]):
         if not kinds.INT32_MIN <= token_id <= kinds.INT32_MAX:
             owners = [request for request in range(len(rows)) if 0 <= bounds[request] <= index < bounds[request + 1]]
-            tell(kinds.TOKEN, *((owners[0], index - bounds[owners[0]]) if owners else (-1, index)), token_id)
+            owner, position = (owners[0], index - bounds[owners[0]]) if owners else (-1, index)
+            tell(kinds.TOKEN, owner, position, token_id)
+
+
+def scatter_batch(batch: RaggedBatch, pool_out: torch.Tensor, report: torch.Tensor | None, launch: int) -> None:
+    """The guarded scatter of a batch."""
+    columns = (batch.offsets, batch.req_pool_indices, batch.prefix_lens)
+    scatter(batch.token_ids, *columns, pool_out, report, launch)

@@ -36,17 +36,12 @@ def scatter(
     _check_tensors({"pool_out": pool})
     apply(BATCH_POOL, {"pool_out": pool, "packed": batch.packed}, where=SCATTER)
     max_reqs, max_context_len = pool.shape
-    batch.layout.check_pool((max_reqs, max_context_len))
-    _launch(
-        batch.token_ids,
-        batch.offsets,
-        batch.req_pool_indices,
-        batch.prefix_lens if batch.layout.max_prefix_len else None,
-        pool,
-        report,
-        backend,
-        batch.layout.req_ids,
-    )
+    layout = batch.layout
+    layout.check_pool((max_reqs, max_context_len))
+    run = backends.resolve(backend, pool.device)
+    if layout.num_reqs and (report is not None or (layout.num_tokens and pool.numel())):
+        table, number = _begin(report, pool, layout.num_tokens, layout.req_ids)
+        run.scatter_batch(batch, pool, table, number)
 
 
 @refuses
@@ -85,16 +80,12 @@ def launch_scatter_req_token_ids_kernel(
     arrays, coercions = check_scatter(given, Mode(mode))
     if report is not None:
         report.coercions += coercions
-    _launch(
-        arrays["flat_in"],
-        arrays["offsets"],
-        arrays["req_pool_indices"],
-        arrays.get("prefix_lens"),
-        pool_out,
-        report,
-        backend,
-        None,
-    )
+    flat, rows = arrays["flat_in"], arrays["req_pool_indices"]
+    run = backends.resolve(backend, pool_out.device)
+    # Nothing to write, nothing launched; but a report has requests without tokens checked too.
+    if rows.shape[0] and (report is not None or (flat.shape[0] and pool_out.numel())):
+        table, number = _begin(report, pool_out, flat.shape[0], None)
+        run.scatter(flat, arrays["offsets"], rows, arrays.get("prefix_lens"), pool_out, table, number)
 
 
 def _check_tensors(arrays: dict[str, torch.Tensor]) -> None:
@@ -107,30 +98,19 @@ def _check_tensors(arrays: dict[str, torch.Tensor]) -> None:
             )
 
 
-def _launch(
-    flat_in: torch.Tensor,
-    offsets: torch.Tensor,
-    req_pool_indices: torch.Tensor,
-    prefix_lens: torch.Tensor | None,
-    pool_out: torch.Tensor,
-    report: GuardReport | None,
-    backend: str,
-    req_ids: tuple[object, ...] | None,
-) -> None:
-    """Nothing to do, nothing launched; but where a report is given, requests without tokens are checked too."""
-    run = backends.resolve(backend, pool_out.device)
-    if req_pool_indices.shape[0] == 0 or (report is None and (flat_in.shape[0] == 0 or pool_out.numel() == 0)):
-        return
-    table, number = None, 0
-    if report is not None:
-        if report.device != pool_out.device:
-            raise RaggedValueError(
-                f"{SCATTER}report is on {report.device}, pool_out is on {pool_out.device}",
-                argument="report",
-                got=str(report.device),
-                bound=str(pool_out.device),
-            )
-        max_reqs, max_context_len = pool_out.shape
-        number = report.begin(req_ids, num_tokens=flat_in.shape[0], max_reqs=max_reqs, max_context_len=max_context_len)
-        table = report.table
-    run.scatter(flat_in, offsets, req_pool_indices, prefix_lens, pool_out, table, number)
+def _begin(
+    report: GuardReport | None, pool: torch.Tensor, num_tokens: int, req_ids: tuple[object, ...] | None
+) -> tuple[torch.Tensor | None, int]:
+    """The report's table and the number of this launch in it."""
+    if report is None:
+        return None, 0
+    if report.device != pool.device:
+        raise RaggedValueError(
+            f"{SCATTER}report is on {report.device}, pool_out is on {pool.device}",
+            argument="report",
+            got=str(report.device),
+            bound=str(pool.device),
+        )
+    max_reqs, max_context_len = pool.shape
+    number = report.begin(req_ids, num_tokens=num_tokens, max_reqs=max_reqs, max_context_len=max_context_len)
+    return report.table, number

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kv_canary import kinds
+from ragged import RaggedBatch
 
 
 @torch.inference_mode()  # so that a pool made in inference mode and one made outside are written alike
@@ -17,7 +18,7 @@ def scatter(
     report: torch.Tensor | None,
     launch: int,
 ) -> None:
-    """See ``kv_canary.scatter``; ``report`` is int64 ``[len(GUARDS), REPORT_COLUMNS]``. On CUDA this syncs."""
+    """See the launcher; ``report`` is int64 ``[len(GUARDS), REPORT_COLUMNS]``. On CUDA this backend syncs."""
     num_tokens, num_reqs = flat_in.shape[0], req_pool_indices.shape[0]
     max_reqs, max_context_len = pool_out.shape
     device = pool_out.device
@@ -49,6 +50,12 @@ def scatter(
         _add_report_tokens(report, launch, flat_in[: max(int(offsets[-1]), 0)], offsets)
         dropped = lengths - written
         _add_report(report, kinds.DROPPED, launch, dropped > 0, requests, written, dropped, dropped)
+
+
+def scatter_batch(batch: RaggedBatch, pool_out: torch.Tensor, report: torch.Tensor | None, launch: int) -> None:
+    """See ``kv_canary.scatter``."""
+    prefix_lens = batch.prefix_lens if batch.layout.max_prefix_len else None
+    scatter(batch.token_ids, batch.offsets, batch.req_pool_indices, prefix_lens, pool_out, report, launch)
 
 
 def _fits(token_ids: torch.Tensor) -> torch.Tensor:

@@ -10,14 +10,16 @@ import numpy as np
 import torch
 
 from ragged import rearrange
+from ragged.bounds import Bounds, Overflow, duplicate_row
 from ragged.convert import Coercion, Converter, Int64Array, Mode
 from ragged.errors import RaggedTypeError, RaggedValueError
-from ragged.layout import Bounds, Overflow, RaggedLayout, duplicate_row
-from ragged.packing import header_size, write_header
+from ragged.layout import RaggedLayout
+from ragged.packing import header_size, layout_header_size, write_header
+from ragged.regroup import Made
 from ragged.rules import HasLength, apply
 from ragged.sequences import Sequences, mixed_devices, read_flat, read_part, read_sequences
 from ragged.staging import Slot, StagingRing
-from ragged.tokens import NO_COUNTS, TokenCounts, TokenRules, WideTokens
+from ragged.tokens import NO_COUNTS, TokenRules, WideTokens
 
 
 class BatchOptions(TypedDict, total=False):
@@ -41,17 +43,6 @@ class BatchOptions(TypedDict, total=False):
     allow_placeholders: bool
     wide_tokens: WideTokens | str
     padding_row: int | None
-
-
-@attrs.frozen
-class Assembled:
-    """What a batch is made of: see RaggedBatch for the fields."""
-
-    layout: RaggedLayout
-    packed: torch.Tensor
-    device_tokens: torch.Tensor | None
-    counts: TokenCounts | None
-    coercions: tuple[Coercion, ...]
 
 
 @attrs.define
@@ -176,13 +167,14 @@ class Assembly:
             )
         self._take(convert, lengths, rows, prefix_lens, None if req_ids is None else tuple(req_ids), read)
 
-    def finish(self) -> Assembled:
+    def finish(self) -> Made:
         """The parts of the batch; on success the assembly is empty again."""
         layout = self._flushed()
-        slot = self._room(header_size(layout.num_reqs), 0)
-        start = self._reserve - header_size(layout.num_reqs)
+        header = layout_header_size(layout)
+        slot = self._room(header, 0)
+        start = self._reserve - header
         write_header(slot.array[start : self._reserve], layout)
-        assembled = Assembled(
+        made = Made(
             layout,
             self.ring.send(slot, start, self._reserve + self._num_tokens),
             _joined(self._device_parts),
@@ -191,7 +183,7 @@ class Assembly:
         )
         self._slot = None
         self._reset()
-        return assembled
+        return made
 
     def _take(
         self,

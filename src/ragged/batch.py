@@ -9,18 +9,18 @@ from typing import Any, Unpack
 import attrs
 import torch
 
-from ragged import derived, interop, rearrange
+from ragged import derived, interop, regroup
 from ragged.assembly import Assembly, BatchOptions
 from ragged.convert import Coercion, Converter, Mode
-from ragged.errors import RaggedValueError, refuses
+from ragged.errors import refuses
 from ragged.layout import RaggedLayout, lengths_of
-from ragged.packing import header_size, views, write_header
+from ragged.packing import views
 from ragged.rules import HasLength, apply
-from ragged.staging import StagingRing, resolve_device
+from ragged.staging import resolve_device
 from ragged.tokens import TokenCounts
 
 
-@attrs.frozen(eq=False, kw_only=True, repr=False)
+@attrs.frozen(eq=False, repr=False)
 class RaggedBatch:
     """Requests of different lengths, on the device, correct by construction.
 
@@ -34,13 +34,15 @@ class RaggedBatch:
     with the device, but for ``from_nested`` of a device's tensor. Batches compare by identity, layouts by value.
 
     Attributes:
-        layout: the host truth: lengths, offsets, rows and prefixes as numpy arrays.
-        packed: int64, ``offsets | req_pool_indices | prefix_lens | token_ids`` (see ``ragged.packing``).
+        layout: the host truth, numpy arrays.
+        packed: int64, the parts below one after the other (see ``ragged.packing``).
         offsets: int64 ``[num_reqs + 1]``, CSR.
         req_pool_indices: int64 ``[num_reqs]``.
         prefix_lens: int64 ``[num_reqs]``.
-        token_ids: int64 ``[num_tokens]``. Tokens that came in on the device were copied there and never seen by the
-            host: their values are the device guards' to check.
+        token_ids: int64 ``[num_tokens]``. Tokens that came in on the device were copied there, unseen by the host:
+            their values are the device guards' to check.
+        tiles: int64 ``[num_tiles, 2]``, request and tile of a kernel's work list (see ``ragged.tiles``); None where
+            lengths are even enough to do without.
         counts: placeholders and wide ids among the tokens; None for tokens the host has not seen.
         coercions: the conversions that coerce mode paid for.
     """
@@ -53,15 +55,17 @@ class RaggedBatch:
     offsets: torch.Tensor = attrs.field(init=False)
     req_pool_indices: torch.Tensor = attrs.field(init=False)
     prefix_lens: torch.Tensor = attrs.field(init=False)
+    tiles: torch.Tensor | None = attrs.field(init=False)
     token_ids: torch.Tensor = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        num_reqs, tokens = self.layout.num_reqs, self.device_tokens
-        parts = views(self.packed, num_reqs)
+        tokens = self.device_tokens
+        parts = views(self.packed, self.layout.num_reqs, len(self.layout.tiles))
         put = object.__setattr__
         put(self, "offsets", parts.offsets)
         put(self, "req_pool_indices", parts.req_pool_indices)
         put(self, "prefix_lens", parts.prefix_lens)
+        put(self, "tiles", parts.tiles)
         put(self, "token_ids", parts.token_ids if tokens is None else tokens)
         if self.token_ids.shape[0] != self.layout.num_tokens:
             rule = HasLength("token_ids", "num_tokens of the layout", lambda _: self.layout.num_tokens)
@@ -155,14 +159,7 @@ class RaggedBatch:
     @classmethod
     def from_assembly(cls, assembly: Assembly) -> RaggedBatch:
         """What an assembly has taken, which is empty afterwards."""
-        made = assembly.finish()
-        return cls(
-            layout=made.layout,
-            packed=made.packed,
-            device_tokens=made.device_tokens,
-            counts=made.counts,
-            coercions=made.coercions,
-        )
+        return _batch(assembly.finish())
 
     @property
     def num_reqs(self) -> int:
@@ -219,35 +216,13 @@ class RaggedBatch:
     @refuses
     def select(self, indices: Any) -> RaggedBatch:
         """A new batch of the requests at ``indices`` (host integers), in that order."""
-        chosen = Converter(Mode.STRICT).host(indices, "indices")
-        layout = rearrange.select(self.layout, chosen)
-        packed = _header_on_device(layout, self.device)
-        new = views(packed, layout.num_reqs)
-        req_ids = derived.req_ids(new.offsets, layout.num_tokens)
-        starts = torch.from_numpy(self.layout.offsets[chosen]).to(self.device, non_blocking=True)
-        flat = torch.arange(layout.num_tokens, dtype=torch.int64, device=self.device)
-        tokens = self.token_ids[flat + (starts - new.offsets[:-1])[req_ids]]
-        return _pack(layout, packed, [tokens], self._counts_of_part())
+        return _batch(regroup.select(self._source(), Converter(Mode.STRICT).host(indices, "indices")))
 
     @staticmethod
     @refuses
     def concat(batches: Sequence[RaggedBatch]) -> RaggedBatch:
         """A new batch of all requests of ``batches``, in order; all on one device, with the same bounds."""
-        layout = rearrange.concat([batch.layout for batch in batches])
-        first = batches[0]
-        for position, batch in enumerate(batches):
-            if batch.device != first.device:
-                raise RaggedValueError(
-                    f"batches must share one device, got {batch.device} at {position} after {first.device}",
-                    argument="batches",
-                    got=str(batch.device),
-                    bound=str(first.device),
-                )
-        counts: TokenCounts | None = TokenCounts()
-        for batch in batches:
-            counts = counts + batch.counts if counts is not None and batch.counts is not None else None
-        packed = _header_on_device(layout, first.device)
-        return _pack(layout, packed, [batch.token_ids for batch in batches], counts)
+        return _batch(regroup.concat([batch._source() for batch in batches]))
 
     @refuses
     def split(self, max_tokens: int) -> list[RaggedBatch]:
@@ -255,19 +230,12 @@ class RaggedBatch:
 
         A request may be cut; its later part has the ``prefix_len`` at which the earlier one ended.
         """
-        first, pieces = 0, []
-        for layout in rearrange.split(self.layout, max_tokens):
-            tokens = self.token_ids[first : first + layout.num_tokens]
-            first += layout.num_tokens
-            header = _header_on_device(layout, self.device)
-            pieces.append(_pack(layout, header, [tokens], self._counts_of_part()))
-        return pieces
+        return [_batch(made) for made in regroup.split(self._source(), max_tokens)]
 
     @refuses
     def pad_to(self, num_reqs: int) -> RaggedBatch:
         """A new batch with empty requests appended; they point to the padding row, row 0 where none is set."""
-        layout = rearrange.pad_to(self.layout, num_reqs)
-        return _pack(layout, _header_on_device(layout, self.device), [self.token_ids], self.counts)
+        return _batch(regroup.pad_to(self._source(), num_reqs))
 
     @refuses
     def to(self, device: torch.device | str) -> RaggedBatch:
@@ -292,13 +260,8 @@ class RaggedBatch:
         return interop.to_padded(self.token_ids, self.offsets, self.req_ids, self.max_len, value)
 
     def __repr__(self) -> str:
-        extras = ""
-        if self.num_placeholders:
-            extras += f", num_placeholders={self.num_placeholders}"
-        if self.num_wide_tokens:
-            extras += f", num_wide_tokens={self.num_wide_tokens}"
-        if self.dropped_tokens:
-            extras += f", dropped_tokens={self.dropped_tokens}"
+        unusual = ("num_placeholders", "num_wide_tokens", "dropped_tokens")
+        extras = "".join(f", {name}={getattr(self, name)}" for name in unusual if getattr(self, name))
         return (
             f"RaggedBatch(num_reqs={self.num_reqs}, num_tokens={self.num_tokens}, "
             f"lengths={_first(self.layout.lengths)}, rows={_first(self.layout.req_pool_indices)}{extras}, "
@@ -309,25 +272,12 @@ class RaggedBatch:
         tokens = None if self.device_tokens is None else _owned(self.device_tokens)
         return _rebuild, (self.layout, _owned(self.packed), tokens, self.counts, self.coercions)
 
-    def _counts_of_part(self) -> TokenCounts | None:
-        """A part of a batch without special tokens has none; otherwise the host has not counted the part."""
-        return self.counts if self.counts == TokenCounts() else None
+    def _source(self) -> regroup.Source:
+        return regroup.Source(self.layout, self.token_ids, self.counts)
 
 
-def _pack(
-    layout: RaggedLayout, header: torch.Tensor, tokens: list[torch.Tensor], counts: TokenCounts | None
-) -> RaggedBatch:
-    """A new batch from a header and the tokens of its requests."""
-    return RaggedBatch(layout=layout, packed=torch.cat([header, *tokens]), counts=counts)
-
-
-def _header_on_device(layout: RaggedLayout, device: torch.device) -> torch.Tensor:
-    """The packed header alone, int64 ``[header_size(num_reqs)]``."""
-    ring = StagingRing(device, num_slots=1)
-    size = header_size(layout.num_reqs)
-    slot = ring.acquire(size)
-    write_header(slot.array[:size], layout)
-    return ring.send(slot, 0, size)
+def _batch(made: regroup.Made) -> RaggedBatch:
+    return RaggedBatch(made.layout, made.packed, made.device_tokens, made.counts, made.coercions)
 
 
 def _owned(tensor: torch.Tensor) -> torch.Tensor:

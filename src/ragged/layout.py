@@ -8,75 +8,11 @@ from typing import Any
 import attrs
 import numpy as np
 
-from ragged.convert import Choice, Converter, Int64Array, Mode
-from ragged.errors import RaggedOverflowError, RaggedValueError, refuses, request_name
+from ragged.bounds import Bounds, Overflow, duplicate_row
+from ragged.convert import Converter, Int64Array, Mode
+from ragged.errors import RaggedOverflowError, RaggedValueError, refuses
 from ragged.rules import INT64_MAX, HasLength, apply
-
-
-class Overflow(Choice):
-    """What happens to a segment that reaches beyond ``max_context_len``: an error, or its tail is dropped."""
-
-    RAISE = "raise"
-    TRUNCATE = "truncate"
-
-
-def _as_shape(value: Any) -> tuple[int, int] | None:
-    if value is None:
-        return None
-    shape = tuple(value)
-    if len(shape) != 2 or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in shape):
-        raise RaggedValueError(
-            f"pool_shape must be (max_reqs, max_context_len), got {shape}", argument="pool_shape", got=shape
-        )
-    return shape
-
-
-@attrs.frozen
-class Bounds:
-    """What a layout is held against.
-
-    Args:
-        pool_shape: ``(max_reqs, max_context_len)``, or None where the pool is not known yet.
-        overflow: what a segment that ends beyond ``max_context_len`` means.
-        padding_row: a row that only empty requests may use, any number of them; None where there is none.
-    """
-
-    pool_shape: tuple[int, int] | None = attrs.field(default=None, converter=_as_shape)
-    overflow: Overflow = attrs.field(default=Overflow.RAISE, converter=Overflow)
-    padding_row: int | None = None
-
-    def check(self, request: int, row: int, length: int, prefix_len: int, req_id: object = None) -> None:
-        """Every invariant of one request. The only place that words them.
-
-        Raises: RaggedValueError, or RaggedOverflowError where ``prefix_len + length`` leaves int64.
-        """
-
-        def refuse(argument: str, says: str, got: int, bound: int, error: Any = RaggedValueError) -> None:
-            message = f"{argument} {says}, got {got} at {request_name(request, req_id)}"
-            raise error(message, argument=argument, request=request, req_id=req_id, got=got, bound=bound)
-
-        end = prefix_len + length
-        if length < 0:
-            refuse("lengths", "must not be negative", length, 0)
-        if row < 0:
-            refuse("req_pool_indices", "must not be negative", row, 0)
-        if prefix_len < 0:
-            refuse("prefix_lens", "must not be negative", prefix_len, 0)
-        if end > INT64_MAX:
-            refuse("prefix_lens", "plus length must fit int64", end, INT64_MAX, RaggedOverflowError)
-        if row == self.padding_row and length > 0:
-            refuse("req_pool_indices", f"must not be padding_row {row} for a request with tokens", row, row)
-        if self.pool_shape is None:
-            return
-        max_reqs, max_context_len = self.pool_shape
-        if row >= max_reqs:
-            refuse("req_pool_indices", f"must be below max_reqs {max_reqs}", row, max_reqs)
-        if prefix_len > max_context_len:
-            says = f"must not exceed max_context_len {max_context_len}"
-            refuse("prefix_lens", says, prefix_len, max_context_len)
-        if end > max_context_len and self.overflow is Overflow.RAISE:
-            says = f"({prefix_len}) plus length ({length}) must not exceed max_context_len {max_context_len}"
-            refuse("prefix_lens", says, end, max_context_len)
+from ragged.tiles import list_tiles
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -107,7 +43,7 @@ class RaggedLayout:
     req_pool_indices: Int64Array
     prefix_lens: Int64Array = attrs.Factory(lambda self: np.zeros(len(self.lengths), dtype=np.int64), takes_self=True)
     req_ids: tuple[object, ...] | None = None
-    bounds: Bounds = Bounds()
+    bounds: Bounds = attrs.Factory(Bounds)
     offsets: Int64Array = attrs.field(init=False)
     max_len: int = attrs.field(init=False)
     max_row: int = attrs.field(init=False)
@@ -176,6 +112,11 @@ class RaggedLayout:
             return 0
         beyond = self.prefix_lens + self.lengths - self.bounds.pool_shape[1]
         return int(np.clip(beyond, 0, self.lengths).sum(dtype=np.int64))
+
+    @cached_property
+    def tiles(self) -> Int64Array:
+        """int64 ``[num_tiles, 2]``: the work list of unequal lengths, empty for even ones (see ``ragged.tiles``)."""
+        return list_tiles(self.lengths, self.max_len, self.num_tokens)
 
     def check_pool(self, pool_shape: tuple[int, int]) -> None:
         """Hold the layout against a pool's shape, under its own overflow policy. Free where it fits."""
@@ -290,18 +231,3 @@ def _name_duplicate(layout: RaggedLayout) -> None:
             raise duplicate_row(row, owner[row], request, layout.req_id(owner[row]), layout.req_id(request))
         if length:
             owner[row] = request
-
-
-def duplicate_row(
-    row: int, first: int, second: int, first_id: object = None, second_id: object = None
-) -> RaggedValueError:
-    """The error for two requests with tokens that claim one row."""
-    return RaggedValueError(
-        f"req_pool_indices must be unique among requests with tokens, got {row} at both "
-        f"{request_name(first, first_id)} and {request_name(second, second_id)}",
-        argument="req_pool_indices",
-        request=second,
-        req_id=second_id,
-        got=row,
-        bound=first,
-    )

@@ -26,20 +26,6 @@ def count_ends(offsets_ptr, num_reqs, token, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def locate(offsets_ptr, num_reqs, first, last, WINDOW: tl.constexpr):
-    """The requests that own tokens ``first`` and ``last``, num_reqs for a token behind all; one load up to WINDOW."""
-    if num_reqs <= WINDOW:
-        lanes = tl.arange(0, WINDOW)
-        ends = tl.load(offsets_ptr + 1 + lanes, mask=lanes < num_reqs, other=last + 1)  # [WINDOW] int64
-        request = tl.sum((ends <= first).to(tl.int32), axis=0).to(tl.int64)
-        last_request = tl.sum((ends <= last).to(tl.int32), axis=0).to(tl.int64)
-    else:
-        request = count_ends(offsets_ptr, num_reqs, first, WINDOW)
-        last_request = count_ends(offsets_ptr, num_reqs, last, WINDOW)
-    return request, last_request
-
-
-@triton.jit
 def bisect_ends(offsets_ptr, first, last, tokens):
     """For every token, how many requests end at or before it, known to be in [first, last]."""
     low = tl.zeros_like(tokens) + first  # [BLOCK] int64

@@ -7,71 +7,19 @@ requests. Token programs contain (skip what is wrong) and report tokens; request
 import triton
 import triton.language as tl
 
-from kv_canary import kinds
-from kv_canary.kernels._search import bisect_ends, locate
-
-OFFSETS = tl.constexpr(kinds.OFFSETS)
-ROW = tl.constexpr(kinds.ROW)
-PREFIX = tl.constexpr(kinds.PREFIX)
-TOKEN = tl.constexpr(kinds.TOKEN)
-DROPPED = tl.constexpr(kinds.DROPPED)
-COUNT = tl.constexpr(kinds.COUNT)
-LAUNCH = tl.constexpr(kinds.LAUNCH)
-REQUEST = tl.constexpr(kinds.REQUEST)
-POSITION = tl.constexpr(kinds.POSITION)
-VALUE = tl.constexpr(kinds.VALUE)
-COLUMNS = tl.constexpr(kinds.REPORT_COLUMNS)
-PLACEHOLDER = tl.constexpr(kinds.PLACEHOLDER)
+from kv_canary.kernels._guards import (
+    load_prefix,
+    narrow,
+    offsets_ok,
+    prefix_ok,
+    report_requests,
+    report_tokens,
+    row_ok,
+)
+from kv_canary.kernels._search import bisect_ends, count_ends
 
 SIZES = ["num_tokens", "num_reqs", "max_reqs", "max_context_len", "row_stride", "launch"]
 """Sizes are int64 in every variant and never specialised, so that no batch size compiles anew."""
-
-
-@triton.jit
-def offsets_ok(request, start, end, num_tokens):
-    """Offsets of a request that can be followed."""
-    return (start >= 0) & (end >= start) & (end <= num_tokens) & ((request > 0) | (start == 0))
-
-
-@triton.jit
-def row_ok(row, max_reqs):
-    """A row inside the pool."""
-    return (row >= 0) & (row < max_reqs)
-
-
-@triton.jit
-def prefix_ok(prefix, max_context_len):
-    """A prefix inside the row; one that equals the row's length leaves no room, and is sound."""
-    return (prefix >= 0) & (prefix <= max_context_len)
-
-
-@triton.jit
-def add_report(report_ptr, KIND: tl.constexpr, launch, wrong, amount, request, position, value):
-    """Count every wrong lane; whoever counts first leaves its particulars. Costs nothing where no lane is wrong."""
-    line = report_ptr + KIND * COLUMNS + tl.zeros_like(request)
-    before = tl.atomic_add(line + COUNT, amount, mask=wrong)
-    first = wrong & (before == 0)
-    tl.store(line + LAUNCH, tl.zeros_like(request) + launch, mask=first)
-    tl.store(line + REQUEST, request, mask=first)
-    tl.store(line + POSITION, position, mask=first)
-    tl.store(line + VALUE, value, mask=first)
-
-
-@triton.jit
-def load_prefix(prefix_lens_ptr, requests, mask, HAS_PREFIX: tl.constexpr):
-    """Prefixes of requests, a vector or a scalar; 0 where none are given."""
-    if HAS_PREFIX:
-        return tl.load(prefix_lens_ptr + requests, mask=mask, other=0)
-    else:
-        return tl.zeros_like(requests)
-
-
-@triton.jit
-def narrow(token_ids):
-    """int32, and whether it is the same number; a token that does not fit becomes the placeholder."""
-    short = token_ids.to(tl.int32)
-    fits = short.to(tl.int64) == token_ids
-    return tl.where(fits, short, PLACEHOLDER), fits
 
 
 @triton.jit
@@ -135,21 +83,6 @@ def mend_decreasing(
 
 
 @triton.jit
-def report_requests(
-    requests, inside, starts, ends, rows, prefixes, good_offsets, good_row, good_prefix, written, report_ptr, launch,
-):  # fmt: skip
-    """Report each fault of these requests once; empty requests are checked like any other."""
-    one = tl.zeros_like(requests) + 1
-    none = tl.zeros_like(requests)
-    add_report(report_ptr, OFFSETS, launch, inside & ~good_offsets, one, requests, starts, ends)
-    add_report(report_ptr, ROW, launch, inside & ~good_row, one, requests, none, rows)
-    add_report(report_ptr, PREFIX, launch, inside & ~good_prefix, one, requests, none, prefixes)
-    sound = inside & good_offsets & good_row & good_prefix
-    dropped = tl.where(sound, ends - starts - written, 0)
-    add_report(report_ptr, DROPPED, launch, dropped > 0, dropped, requests, written, dropped)
-
-
-@triton.jit
 def check_requests(
     first, offsets_ptr, rows_ptr, prefix_lens_ptr, report_ptr,
     num_tokens, num_reqs, max_reqs, max_context_len, launch,
@@ -173,55 +106,72 @@ def check_requests(
 
 
 @triton.jit
+def find_request(
+    offsets_ptr, rows_ptr, prefix_lens_ptr, num_reqs, first, last, HAS_PREFIX: tl.constexpr, WINDOW: tl.constexpr
+):  # fmt: skip
+    """The requests that own tokens ``first`` and ``last``, and the row and prefix of the former.
+
+    Up to WINDOW requests all of it comes from loads that do not wait for one another.
+    """
+    if num_reqs <= WINDOW:
+        lanes = tl.arange(0, WINDOW)
+        inside = lanes < num_reqs
+        ends = tl.load(offsets_ptr + 1 + lanes, mask=inside, other=last + 1)  # [WINDOW] int64
+        rows = tl.load(rows_ptr + lanes, mask=inside, other=0)  # [WINDOW] int64
+        prefixes = load_prefix(prefix_lens_ptr, lanes.to(tl.int64), inside, HAS_PREFIX)  # [WINDOW] int64
+        request = tl.minimum(tl.sum((ends <= first).to(tl.int32), axis=0).to(tl.int64), num_reqs - 1)
+        last_request = tl.sum((ends <= last).to(tl.int32), axis=0).to(tl.int64)
+        row = tl.sum(tl.where(lanes == request, rows, 0), axis=0)
+        prefix = tl.sum(tl.where(lanes == request, prefixes, 0), axis=0)
+    else:
+        request = tl.minimum(count_ends(offsets_ptr, num_reqs, first, WINDOW), num_reqs - 1)
+        row = tl.load(rows_ptr + request)
+        prefix = load_prefix(prefix_lens_ptr, request, request >= 0, HAS_PREFIX)
+        last_request = num_reqs  # not known: the search goes to the end
+        if tl.load(offsets_ptr + request + 1) <= last:
+            last_request = count_ends(offsets_ptr, num_reqs, last, WINDOW)
+    return request, tl.maximum(tl.minimum(last_request, num_reqs - 1), request), row, prefix
+
+
+@triton.jit
 def write_tokens(
     first, flat_ptr, offsets_ptr, rows_ptr, prefix_lens_ptr, pool_ptr, report_ptr,
     num_tokens, num_reqs, max_reqs, max_context_len, row_stride, launch,
     HAS_PREFIX: tl.constexpr, REPORT: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """BLOCK tokens of the flat stream from ``first``."""
-    tokens = first + tl.arange(0, BLOCK)  # [BLOCK] int64
-    token_ids = tl.load(flat_ptr + tokens, mask=tokens < num_tokens, other=0)  # [BLOCK] int64
-    short, fits = narrow(token_ids)
     last = tl.minimum(first + BLOCK, num_tokens) - 1
-
-    # locate: the requests of the block's first and last token, and all of the first one's metadata at once
-    request, last_request = locate(offsets_ptr, num_reqs, first, last, WINDOW)
-    request = tl.minimum(request, num_reqs - 1)
+    tokens = first + tl.arange(0, BLOCK)  # [BLOCK] int64
+    token_ids = tl.load(flat_ptr + tokens, mask=tokens <= last, other=0)  # [BLOCK] int64
+    short, fits = narrow(token_ids)
+    request, last_request, row, prefix = find_request(
+        offsets_ptr, rows_ptr, prefix_lens_ptr, num_reqs, first, last, HAS_PREFIX, WINDOW
+    )
     start = tl.load(offsets_ptr + request)
     end = tl.load(offsets_ptr + request + 1)
-    row = tl.load(rows_ptr + request)
-    prefix = load_prefix(prefix_lens_ptr, request, request >= 0, HAS_PREFIX)
-    owned_end = tl.load(offsets_ptr + num_reqs)
 
     # check and store: straight where one request owns the block, by a search between its ends otherwise
     if end > last:
-        ok = offsets_ok(request, start, end, num_tokens) & row_ok(row, max_reqs) & prefix_ok(prefix, max_context_len)
-        requests = tl.zeros_like(tokens) + request
-        index = tokens - start  # [BLOCK] int64
-        columns = prefix + index  # [BLOCK] int64
+        sound = offsets_ok(request, start, end, num_tokens)
+        sound = sound & row_ok(row, max_reqs) & prefix_ok(prefix, max_context_len)
+        columns = prefix + tokens - start  # [BLOCK] int64
         # Scalar conditions enter as bounds: the interpreter cannot splat a scalar bool into a mask.
-        owned = (tokens >= tl.where(start >= 0, start, num_tokens)) & (tokens <= last)
-        inside = owned & (columns < max_context_len) & (tokens <= tl.where(ok, last, -1))
+        inside = (tokens >= start) & (tokens <= tl.where(sound, last, -1)) & (columns < max_context_len)
         tl.store(pool_ptr + row * row_stride + columns, short, mask=inside)
     else:
-        last_request = tl.maximum(tl.minimum(last_request, num_reqs - 1), request)
         requests = bisect_ends(offsets_ptr, request, last_request, tokens)  # [BLOCK] int64
         starts = tl.load(offsets_ptr + requests)  # [BLOCK] int64
         ends = tl.load(offsets_ptr + requests + 1)  # [BLOCK] int64
         rows = tl.load(rows_ptr + requests)  # [BLOCK] int64
         prefixes = load_prefix(prefix_lens_ptr, requests, requests >= 0, HAS_PREFIX)  # [BLOCK] int64
-        good = offsets_ok(requests, starts, ends, num_tokens) & row_ok(rows, max_reqs)
-        good = good & prefix_ok(prefixes, max_context_len)
-        index = tokens - starts  # [BLOCK] int64
-        columns = prefixes + index  # [BLOCK] int64
-        owned = (starts >= 0) & (tokens >= starts) & (tokens < ends)
-        inside = owned & (tokens <= last) & (columns < max_context_len) & good
+        ok = offsets_ok(requests, starts, ends, num_tokens) & row_ok(rows, max_reqs)
+        ok = ok & prefix_ok(prefixes, max_context_len)
+        columns = prefixes + tokens - starts  # [BLOCK] int64
+        inside = ok & (tokens >= starts) & (tokens < ends) & (tokens <= last) & (columns < max_context_len)
         tl.store(pool_ptr + rows * row_stride + columns, short, mask=inside)
     if REPORT:
-        wrong = ~fits & (tokens <= last) & (tokens < owned_end)
-        one = tl.full([BLOCK], 1, dtype=tl.int64)
-        owner = tl.where(owned, requests, -1)
-        add_report(report_ptr, TOKEN, launch, wrong, one, owner, tl.where(owned, index, tokens), token_ids)
+        if tl.min(fits.to(tl.int32), axis=0) == 0:
+            report_tokens(first, last, flat_ptr, offsets_ptr, report_ptr, num_tokens, num_reqs, launch)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -255,15 +205,21 @@ def scatter_flat(
 def scatter_tiles(
     flat_ptr, offsets_ptr, rows_ptr, prefix_lens_ptr, pool_ptr, report_ptr,
     num_tokens: tl.int64, num_reqs: tl.int64, max_reqs: tl.int64, max_context_len: tl.int64, row_stride: tl.int64,
-    launch: tl.int64, column_tiles: tl.int64, REPORT: tl.constexpr, REQUESTS: tl.constexpr, COLUMNS: tl.constexpr,
+    launch: tl.int64, column_tiles: tl.int64, tiles_ptr,
+    LISTED: tl.constexpr, REPORT: tl.constexpr, REQUESTS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: ``cdiv(num_reqs, REQUESTS) * column_tiles`` programs, each a tile of requests x columns; no search.
+    """Each program a tile of REQUESTS x COLUMNS; no search. For batches, whose lengths the host knows.
 
-    For batches whose longest request the host knows to be not much longer than the others.
+    Grid: ``cdiv(num_reqs, REQUESTS) * column_tiles`` where no request is much longer than the others; otherwise,
+    LISTED, a program a line of ``tiles`` int64 ``[num_tiles, 2]``: request, column tile.
     """
     program = tl.program_id(0).to(tl.int64)  # the one widening: every address below derives from int64
-    column_tile = program % column_tiles
-    requests = program // column_tiles * REQUESTS + tl.arange(0, REQUESTS)  # [REQUESTS] int64
+    if LISTED:
+        requests = tl.load(tiles_ptr + 2 * program) + tl.arange(0, REQUESTS)  # [REQUESTS] int64
+        column_tile = tl.load(tiles_ptr + 2 * program + 1)
+    else:
+        column_tile = program % column_tiles
+        requests = program // column_tiles * REQUESTS + tl.arange(0, REQUESTS)  # [REQUESTS] int64
     inside = requests < num_reqs
     starts = tl.load(offsets_ptr + requests, mask=inside, other=0)  # [REQUESTS] int64
     ends = tl.load(offsets_ptr + requests + 1, mask=inside, other=0)  # [REQUESTS] int64
@@ -283,9 +239,11 @@ def scatter_tiles(
     tl.store(pool_ptr + (rows * row_stride + prefixes)[:, None] + index, short, mask=index < written[:, None])
 
     if REPORT:
-        one = tl.zeros_like(token_ids) + 1
-        owner = tl.zeros_like(token_ids) + requests[:, None]
-        add_report(report_ptr, TOKEN, launch, owned & ~fits, one, owner, tl.zeros_like(token_ids) + index, token_ids)
+        if tl.min(tl.min(fits.to(tl.int32), axis=1), axis=0) == 0:
+            begins = tl.where(lengths > column_tile * COLUMNS, starts + column_tile * COLUMNS, num_tokens)
+            first = tl.min(begins, axis=0)  # a tile's tokens are one piece: it has one request, or all their columns
+            last = tl.max(tl.minimum(starts + lengths, starts + (column_tile + 1) * COLUMNS), axis=0) - 1
+            report_tokens(first, last, flat_ptr, offsets_ptr, report_ptr, num_tokens, num_reqs, launch)
         if column_tile == 0:
             report_requests(
                 requests, inside, starts, ends, rows, prefixes, good_offsets, good_row, good_prefix,
