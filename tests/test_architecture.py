@@ -229,7 +229,7 @@ def test_the_page_has_the_same_table() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
     found = {}
     for package, table in re.findall(r"### `(\w+)`\n(.*?)(?=\n#|\nFloors)", page, re.S):
-        for name, floor, others in re.findall(r"^\| `(\w+)` \| (\d) \| (.*?) \|", table, re.M):
+        for name, floor, others in re.findall(r"^\| `(\w+)` \| (\d+) \| (.*?) \|", table, re.M):
             names = [] if others == "nothing" else others.split(", ")
             found[f"{package}.{name}"] = _room(int(floor), *names)
     assert found == ROOMS
