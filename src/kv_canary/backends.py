@@ -24,30 +24,30 @@ def has_triton() -> bool:
         return False
 
 
-@functools.cache
-def _module(name: str) -> ModuleType:
-    return importlib.import_module(f"kv_canary.{name}_backend")
-
-
 def resolve(backend: str, device: torch.device) -> ModuleType:
     """The backend's module: ``"auto"`` is triton on CUDA where it is installed, torch everywhere else.
 
     Raises: RaggedValueError for an unknown name, and for ``"triton"`` where it cannot run: not installed, or on the CPU
         without ``TRITON_INTERPRET=1``.
     """
+    return _resolve(backend, device.type)
+
+
+@functools.cache
+def _resolve(backend: str, device_type: str) -> ModuleType:
+    if backend not in BACKENDS:
+        raise RaggedValueError(
+            f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}", argument="backend", got=backend
+        )
     if backend == "auto":
-        return _module("triton" if device.type == "cuda" and has_triton() else "torch")
+        backend = "triton" if device_type == "cuda" and has_triton() else "torch"
     if backend == "triton" and not has_triton():
         raise RaggedValueError("backend triton is not installed", argument="backend", got=backend)
-    if backend == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+    if backend == "triton" and device_type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise RaggedValueError(
             "backend triton cannot run on the CPU",
             argument="backend",
             got=backend,
             hint="set TRITON_INTERPRET=1 before triton is imported, or use backend='torch'",
         )
-    if backend not in BACKENDS:
-        raise RaggedValueError(
-            f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}", argument="backend", got=backend
-        )
-    return _module(backend)
+    return importlib.import_module(f"kv_canary.{backend}_backend")

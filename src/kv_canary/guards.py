@@ -20,6 +20,7 @@ from ragged.rules import (
     OnDevice,
     Rule,
     apply,
+    extent_of,
 )
 
 SCATTER = "kv-canary: scatter_req_token_ids "
@@ -95,6 +96,28 @@ BATCH_POOL: list[Rule] = [
     *POOL_DTYPE,
     *POOL_MEMORY,
     OnDevice("pool_out", "the batch", lambda arrays: arrays["packed"].device),
-    NoOverlap("packed", "pool_out"),
 ]
 """What a pool must be for a batch, which needs no checks of its own."""
+BATCH_OVERLAP: list[Rule] = [NoOverlap("packed", "pool_out")]
+
+_accepted: dict[tuple[Any, ...], int] = {}  # what BATCH_POOL reads of a pool -> bytes that it spans
+ACCEPTED_KEPT = 256
+
+
+def check_pool(packed: torch.Tensor, pool_out: torch.Tensor) -> None:
+    """Hold a pool against BATCH_POOL, once for all pools that look alike, and against the batch's own memory.
+
+    Raises: RaggedValueError, RaggedTypeError.
+    """
+    arrays = {"packed": packed, "pool_out": pool_out}
+    looks = (pool_out.dtype, pool_out.shape, pool_out.stride(), pool_out.device, packed.device)
+    span = _accepted.get(looks)
+    if span is None:
+        apply(BATCH_POOL, arrays, where=SCATTER)
+        if len(_accepted) >= ACCEPTED_KEPT:
+            _accepted.clear()
+        first, last = extent_of(pool_out)
+        span = _accepted[looks] = last - first
+    begin, pool_begin = packed.data_ptr(), pool_out.data_ptr()
+    if begin < pool_begin + span and pool_begin < begin + packed.nbytes:
+        apply(BATCH_OVERLAP, arrays, where=SCATTER)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -15,6 +15,9 @@ from ragged.staging import resolve_device
 
 KEPT_LAUNCHES = 1024
 """For so many launches back a report still knows the request ids and the bounds of its batch."""
+
+Launch = tuple[int, tuple[object, ...] | None, Any, Sequence[Any]]
+"""What the host knew of a launch, to name things by later: number, request ids, ``num_tokens``, the pool's shape."""
 
 _WORDS = {
     kinds.OFFSETS: "offsets must start at 0, not decrease, and end within {num_tokens} tokens, got {position}, {value}",
@@ -54,14 +57,6 @@ class Offender:
         return "no request" if self.request < 0 else request_name(self.request, self.req_id)
 
 
-@attrs.frozen
-class _Launch:
-    """What the host knew of a launch, to name things by later."""
-
-    req_ids: tuple[object, ...] | None
-    sizes: dict[str, int]
-
-
 class GuardReport:
     """Counters on the device, one a kind, with the first offender of each.
 
@@ -78,7 +73,7 @@ class GuardReport:
     def __init__(self, table: torch.Tensor) -> None:
         self.table = table  # int64 [len(GUARDS), REPORT_COLUMNS], on the device
         self.coercions: list[Coercion] = []  # what coerce mode converted for the launches with this report
-        self._launches: OrderedDict[int, _Launch] = OrderedDict()
+        self._launches: list[Launch | None] = [None] * KEPT_LAUNCHES
         self._launch = 0
         self._arrived: list[list[int]] | None = None
         self._on_its_way: tuple[torch.Tensor, torch.cuda.Event] | None = None
@@ -99,12 +94,10 @@ class GuardReport:
     def device(self) -> torch.device:
         return self.table.device
 
-    def begin(self, req_ids: tuple[object, ...] | None, **sizes: int) -> int:
+    def begin(self, req_ids: tuple[object, ...] | None, num_tokens: int, pool_shape: Sequence[int]) -> int:
         """Number a launch, and remember how to name what it finds."""
         self._launch += 1
-        self._launches[self._launch] = _Launch(req_ids, sizes)
-        if len(self._launches) > KEPT_LAUNCHES:
-            self._launches.popitem(last=False)
+        self._launches[self._launch % KEPT_LAUNCHES] = (self._launch, req_ids, num_tokens, pool_shape)
         return self._launch
 
     def counts(self) -> dict[str, int]:
@@ -156,7 +149,7 @@ class GuardReport:
         with torch.inference_mode():
             self.table.zero_()
         self._arrived = self._on_its_way = None
-        self._launches.clear()
+        self._launches = [None] * KEPT_LAUNCHES
         self.coercions.clear()
 
     def _read(self) -> list[list[int]]:
@@ -165,13 +158,16 @@ class GuardReport:
 
     def _offender(self, lines: list[list[int]], kind: int) -> Offender:
         _, launch, request, position, value = lines[kind]
-        known = self._launches.get(launch, _Launch(None, {}))
-        words: dict[str, Any] = {"num_tokens": "?", "max_reqs": "?", "max_context_len": "?"} | known.sizes
-        named = known.req_ids is not None and 0 <= request < len(known.req_ids)
+        known = self._launches[launch % KEPT_LAUNCHES]
+        if known is None or known[0] != launch:
+            known = (launch, None, "?", ("?", "?"))  # too long ago
+        _, req_ids, num_tokens, (max_reqs, max_context_len) = known
+        named = req_ids is not None and 0 <= request < len(req_ids)
+        words = {"num_tokens": num_tokens, "max_reqs": max_reqs, "max_context_len": max_context_len}
         return Offender(
             kind=kinds.GUARDS[kind],
             request=request,
-            req_id=known.req_ids[request] if named and known.req_ids is not None else None,
+            req_id=req_ids[request] if named and req_ids is not None else None,
             position=position,
             value=value,
             launch=launch,

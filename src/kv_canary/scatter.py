@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 
 from kv_canary import backends
-from kv_canary.guards import BATCH_POOL, SCATTER, check_scatter
+from kv_canary.guards import SCATTER, check_pool, check_scatter
 from kv_canary.report import GuardReport
 from ragged import Mode, RaggedBatch, RaggedTypeError, RaggedValueError
 from ragged.errors import refuses
-from ragged.rules import apply
 
 
 @refuses
@@ -33,15 +32,14 @@ def scatter(
     """
     if not isinstance(batch, RaggedBatch):
         raise RaggedTypeError(f"{SCATTER}batch must be a RaggedBatch, got {type(batch).__name__}", argument="batch")
-    _check_tensors({"pool_out": pool})
-    apply(BATCH_POOL, {"pool_out": pool, "packed": batch.packed}, where=SCATTER)
-    max_reqs, max_context_len = pool.shape
+    if not isinstance(pool, torch.Tensor):
+        _check_tensors({"pool_out": pool})
+    check_pool(batch.packed, pool)
     layout = batch.layout
-    layout.check_pool((max_reqs, max_context_len))
+    layout.check_pool(pool.shape)
     run = backends.resolve(backend, pool.device)
     if layout.num_reqs and (report is not None or (layout.num_tokens and pool.numel())):
-        table, number = _begin(report, pool, layout.num_tokens, layout.req_ids)
-        run.scatter_batch(batch, pool, table, number)
+        run.scatter_batch(batch, pool, *_begin(report, pool, layout.num_tokens, layout.req_ids))
 
 
 @refuses
@@ -111,6 +109,4 @@ def _begin(
             got=str(report.device),
             bound=str(pool.device),
         )
-    max_reqs, max_context_len = pool.shape
-    number = report.begin(req_ids, num_tokens=num_tokens, max_reqs=max_reqs, max_context_len=max_context_len)
-    return report.table, number
+    return report.table, report.begin(req_ids, num_tokens, pool.shape)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-from typing import Any
-
 import torch
 
+from kv_canary import launching
 from kv_canary.kernels import scatter as kernels
 from ragged import RaggedBatch
+from ragged.packing import addresses
 from ragged.tiles import TILE
 
 BLOCK = 512
@@ -33,25 +32,24 @@ def scatter(
     """See ``kv_canary.launch_scatter_req_token_ids_kernel``: lengths are only on the device, so the flat stream."""
     num_tokens, num_reqs = flat_in.shape[0], req_pool_indices.shape[0]
     max_reqs, max_context_len = pool_out.shape
-    with _on(pool_out):
-        kernels.scatter_flat[(_cdiv(num_tokens, BLOCK) + _cdiv(num_reqs, WINDOW),)](
-            flat_in,
-            offsets,
-            req_pool_indices,
-            offsets if prefix_lens is None else prefix_lens,
-            pool_out,
-            offsets if report is None else report,
-            num_tokens,
-            num_reqs,
-            max_reqs,
-            max_context_len,
-            pool_out.stride(0),
-            launch,
-            HAS_PREFIX=prefix_lens is not None,
-            REPORT=report is not None,
-            BLOCK=BLOCK,
-            WINDOW=WINDOW,
-        )
+    tensors = (
+        flat_in,
+        offsets,
+        req_pool_indices,
+        offsets if prefix_lens is None else prefix_lens,
+        pool_out,
+        offsets if report is None else report,
+    )
+    launching.launch(
+        kernels.scatter_flat,
+        pool_out.device,
+        _cdiv(num_tokens, BLOCK) + _cdiv(num_reqs, WINDOW),
+        lambda: tensors,
+        tuple(tensor.data_ptr() for tensor in tensors),
+        (num_tokens, num_reqs, max_reqs, max_context_len, pool_out.stride(0), launch),
+        (prefix_lens is not None, report is not None, BLOCK, WINDOW),
+        variant=flat_in.data_ptr() % 16,
+    )
 
 
 def scatter_batch(batch: RaggedBatch, pool_out: torch.Tensor, report: torch.Tensor | None, launch: int) -> None:
@@ -61,27 +59,26 @@ def scatter_batch(batch: RaggedBatch, pool_out: torch.Tensor, report: torch.Tens
     column_tiles = max(_cdiv(layout.max_len, columns), 1)
     programs = num_tiles or _cdiv(layout.num_reqs, requests) * column_tiles
     max_reqs, max_context_len = pool_out.shape
-    with _on(pool_out):
-        kernels.scatter_tiles[(programs,)](
+    at, pool_address = addresses(batch.packed, layout, batch.device_tokens), pool_out.data_ptr()
+    report_address = at.offsets if report is None else report.data_ptr()
+    sizes = (layout.num_tokens, layout.num_reqs, max_reqs, max_context_len, pool_out.stride(0), launch, column_tiles)
+    launching.launch(
+        kernels.scatter_tiles,
+        pool_out.device,
+        programs,
+        lambda: (
             batch.token_ids,
             batch.offsets,
             batch.req_pool_indices,
             batch.prefix_lens,
             pool_out,
             batch.offsets if report is None else report,
-            layout.num_tokens,
-            layout.num_reqs,
-            max_reqs,
-            max_context_len,
-            pool_out.stride(0),
-            launch,
-            column_tiles,
-            batch.offsets if batch.tiles is None else batch.tiles,
-            LISTED=num_tiles > 0,
-            REPORT=report is not None,
-            REQUESTS=requests,
-            COLUMNS=columns,
-        )
+            batch.tiles,
+        ),
+        (at.token_ids, at.offsets, at.req_pool_indices, at.prefix_lens, pool_address, report_address, at.tiles),
+        sizes,
+        (num_tiles > 0, report is not None, requests, columns),
+    )
 
 
 def _tile(max_len: int) -> tuple[int, int]:
@@ -93,10 +90,3 @@ def _tile(max_len: int) -> tuple[int, int]:
 
 def _cdiv(total: int, size: int) -> int:
     return -(-total // size)
-
-
-def _on(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Launch where the tensor is, whichever device is current."""
-    if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
-        return torch.cuda.device(tensor.device)
-    return contextlib.nullcontext()

@@ -12,12 +12,12 @@ import torch
 from ragged import rearrange
 from ragged.bounds import Bounds, Overflow, duplicate_row
 from ragged.convert import Coercion, Converter, Int64Array, Mode
-from ragged.errors import RaggedTypeError, RaggedValueError
-from ragged.layout import RaggedLayout
-from ragged.packing import header_size, layout_header_size, write_header
+from ragged.errors import RaggedValueError
+from ragged.layout import RaggedLayout, as_ids
+from ragged.packing import starts, starts_of, write_header
 from ragged.regroup import Made
-from ragged.rules import HasLength, apply
-from ragged.sequences import Sequences, mixed_devices, read_flat, read_part, read_sequences
+from ragged.rules import HasLength, apply, as_int
+from ragged.sequences import Sequences, join, mixed_devices, read_flat, read_part, read_sequences
 from ragged.staging import Slot, StagingRing
 from ragged.tokens import NO_COUNTS, TokenRules, WideTokens
 
@@ -94,7 +94,7 @@ class Assembly:
         self.token_rules = TokenRules(vocab_size, allow_placeholders, wide_tokens)
         self.ring = StagingRing(device)
         self._slot: Slot | None = None
-        self._reserve = header_size(64)
+        self._reserve = starts(64).token_ids
         nothing = np.empty(0, dtype=np.int64)
         self._nothing = RaggedLayout(lengths=nothing, req_pool_indices=nothing, bounds=self.bounds)
         self._reset()
@@ -118,7 +118,8 @@ class Assembly:
     def add(self, row: Any, parts: Sequence[Any], prefix_len: Any, req_id: object) -> None:
         """One request, its tokens joined from ``parts``."""
         request = len(self)
-        row, prefix_len = _as_int(row, "req_pool_index"), _as_int(prefix_len, "prefix_len")
+        row = as_int(row, "req_pool_index", request=request, req_id=req_id)
+        prefix_len = as_int(prefix_len, "prefix_len", request=request, req_id=req_id)
         convert = Converter(self.mode)
         read = [read_part(part, convert, self.ring.device, request, req_id) for part in parts]
         length = sum(part.shape[0] for part in read)
@@ -139,8 +140,8 @@ class Assembly:
 
     def extend(self, rows: Any, sequences: Any, prefix_lens: Any, req_ids: Sequence[object] | None) -> None:
         """Many requests at once, one sequence each."""
-        convert = Converter(self.mode)
-        req_ids = None if req_ids is None else tuple(req_ids)
+        req_ids = as_ids(req_ids)
+        convert = Converter(self.mode, first_request=len(self), req_ids=req_ids)
         rows = convert.host(rows, "req_pool_indices")
         _same_number(rows, sequences, req_ids)
         read = read_sequences(sequences, convert, self.ring.device, req_ids, len(self))
@@ -165,12 +166,12 @@ class Assembly:
             raise RaggedValueError(
                 f"token_ids length {got} != {total} ({bound})", argument="token_ids", got=got, bound=bound
             )
-        self._take(convert, lengths, rows, prefix_lens, None if req_ids is None else tuple(req_ids), read)
+        self._take(convert, lengths, rows, prefix_lens, as_ids(req_ids), read)
 
     def finish(self) -> Made:
         """The parts of the batch; on success the assembly is empty again."""
         layout = self._flushed()
-        header = layout_header_size(layout)
+        header = starts_of(layout).token_ids
         slot = self._room(header, 0)
         start = self._reserve - header
         write_header(slot.array[start : self._reserve], layout)
@@ -223,10 +224,10 @@ class Assembly:
         if read.device_parts:
             self._device_parts.append(torch.cat(read.device_parts))
         elif num_tokens:
-            slot = self._room(header_size(len(self) + num_reqs), num_tokens)
+            slot = self._room(starts(len(self) + num_reqs).token_ids, num_tokens)
             first = self._reserve + self._num_tokens
             staged = slot.array[first : first + num_tokens]
-            np.concatenate(read.parts, out=staged)
+            join(read.parts, staged)
             self._counts += self.token_rules.check(staged, offsets, first_request=len(self), req_ids=req_ids)
             self._num_tokens += num_tokens
 
@@ -266,14 +267,6 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor | None:
     if not parts:
         return None
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _as_int(value: Any, argument: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise RaggedTypeError(
-            f"{argument} must be an int, got {type(value).__name__} {value!r}", argument=argument, got=value
-        )
-    return int(value)
 
 
 def _same_number(rows: Int64Array, sequences: Any, req_ids: tuple[object, ...] | None) -> None:

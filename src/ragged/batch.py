@@ -14,7 +14,7 @@ from ragged.assembly import Assembly, BatchOptions
 from ragged.convert import Coercion, Converter, Mode
 from ragged.errors import refuses
 from ragged.layout import RaggedLayout, lengths_of
-from ragged.packing import views
+from ragged.packing import Views, starts_of, views
 from ragged.rules import HasLength, apply
 from ragged.staging import resolve_device
 from ragged.tokens import TokenCounts
@@ -35,14 +35,8 @@ class RaggedBatch:
 
     Attributes:
         layout: the host truth, numpy arrays.
-        packed: int64, the parts below one after the other (see ``ragged.packing``).
-        offsets: int64 ``[num_reqs + 1]``, CSR.
-        req_pool_indices: int64 ``[num_reqs]``.
-        prefix_lens: int64 ``[num_reqs]``.
-        token_ids: int64 ``[num_tokens]``. Tokens that came in on the device were copied there, unseen by the host:
-            their values are the device guards' to check.
-        tiles: int64 ``[num_tiles, 2]``, request and tile of a kernel's work list (see ``ragged.tiles``); None where
-            lengths are even enough to do without.
+        packed: int64, offsets, rows, prefixes, tiles and tokens one after the other (see ``ragged.packing``).
+        device_tokens: tokens that came in on the device, copied there and unseen by the host; else None.
         counts: placeholders and wide ids among the tokens; None for tokens the host has not seen.
         coercions: the conversions that coerce mode paid for.
     """
@@ -52,24 +46,11 @@ class RaggedBatch:
     device_tokens: torch.Tensor | None = None
     counts: TokenCounts | None = None
     coercions: tuple[Coercion, ...] = ()
-    offsets: torch.Tensor = attrs.field(init=False)
-    req_pool_indices: torch.Tensor = attrs.field(init=False)
-    prefix_lens: torch.Tensor = attrs.field(init=False)
-    tiles: torch.Tensor | None = attrs.field(init=False)
-    token_ids: torch.Tensor = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        tokens = self.device_tokens
-        parts = views(self.packed, self.layout.num_reqs, len(self.layout.tiles))
-        put = object.__setattr__
-        put(self, "offsets", parts.offsets)
-        put(self, "req_pool_indices", parts.req_pool_indices)
-        put(self, "prefix_lens", parts.prefix_lens)
-        put(self, "tiles", parts.tiles)
-        put(self, "token_ids", parts.token_ids if tokens is None else tokens)
-        if self.token_ids.shape[0] != self.layout.num_tokens:
-            rule = HasLength("token_ids", "num_tokens of the layout", lambda _: self.layout.num_tokens)
-            apply([rule], {"token_ids": self.token_ids})
+        bound = starts_of(self.layout).token_ids + (0 if self.device_tokens is not None else self.layout.num_tokens)
+        if self.packed.shape[0] != bound:
+            apply([HasLength("packed", "length of its layout", lambda _: bound)], {"packed": self.packed})
 
     @classmethod
     @refuses
@@ -84,12 +65,11 @@ class RaggedBatch:
     ) -> RaggedBatch:
         """From one token sequence a request: list, tuple, range, array.array, numpy array, buffer, DLPack, tensor.
 
-        ``options`` are BatchOptions: ``device``, ``mode``, ``vocab_size``, ``pool_shape``, ``overflow``,
-        ``allow_placeholders``, ``wide_tokens``, ``padding_row``.
+        ``options`` are ``ragged.assembly.BatchOptions``: device, mode, vocab_size, pool_shape and so on.
         """
         assembly = Assembly(**options)
         assembly.extend(req_pool_indices, seqs, prefix_lens, req_ids)
-        return cls.from_assembly(assembly)
+        return batch_of(assembly.finish())
 
     @classmethod
     @refuses
@@ -110,7 +90,7 @@ class RaggedBatch:
         assembly.extend_flat(
             token_ids, counted, req_pool_indices, prefix_lens, req_ids, convert=convert, total="sum of lengths"
         )
-        return cls.from_assembly(assembly)
+        return batch_of(assembly.finish())
 
     @classmethod
     @refuses
@@ -132,7 +112,7 @@ class RaggedBatch:
         apply([HasLength("offsets", "number of req_pool_indices + 1", lambda _: len(rows) + 1)], given)
         lengths = lengths_of(given["offsets"])
         assembly.extend_flat(token_ids, lengths, rows, prefix_lens, req_ids, convert=convert, total="last of offsets")
-        return cls.from_assembly(assembly)
+        return batch_of(assembly.finish())
 
     @classmethod
     @refuses
@@ -155,11 +135,6 @@ class RaggedBatch:
             req_ids=req_ids,
             **options,
         )
-
-    @classmethod
-    def from_assembly(cls, assembly: Assembly) -> RaggedBatch:
-        """What an assembly has taken, which is empty afterwards."""
-        return _batch(assembly.finish())
 
     @property
     def num_reqs(self) -> int:
@@ -194,6 +169,36 @@ class RaggedBatch:
         return None if self.counts is None else self.counts.wide
 
     @cached_property
+    def _views(self) -> Views:
+        # Made at first use: a step that only scatters needs none, and each costs over a microsecond.
+        return views(self.packed, self.layout)
+
+    @property
+    def offsets(self) -> torch.Tensor:
+        """int64 ``[num_reqs + 1]``, CSR."""
+        return self._views.offsets
+
+    @property
+    def req_pool_indices(self) -> torch.Tensor:
+        """int64 ``[num_reqs]``, the pool row of each request."""
+        return self._views.req_pool_indices
+
+    @property
+    def prefix_lens(self) -> torch.Tensor:
+        """int64 ``[num_reqs]``, the column at which each request starts."""
+        return self._views.prefix_lens
+
+    @property
+    def tiles(self) -> torch.Tensor:
+        """int64 ``[num_tiles, 2]``, request and tile of a kernel's work list; empty for even lengths."""
+        return self._views.tiles
+
+    @property
+    def token_ids(self) -> torch.Tensor:
+        """int64 ``[num_tokens]``. Those that came in on the device are the device guards' to check."""
+        return self._views.token_ids if self.device_tokens is None else self.device_tokens
+
+    @cached_property
     def cu_seqlens(self) -> torch.Tensor:
         """int32 ``[num_reqs + 1]``; RaggedOverflowError past 2^31-1 tokens."""
         return derived.cu_seqlens(self.offsets, self.num_tokens)
@@ -216,13 +221,13 @@ class RaggedBatch:
     @refuses
     def select(self, indices: Any) -> RaggedBatch:
         """A new batch of the requests at ``indices`` (host integers), in that order."""
-        return _batch(regroup.select(self._source(), Converter(Mode.STRICT).host(indices, "indices")))
+        return batch_of(regroup.select(self._source(), Converter(Mode.STRICT).host(indices, "indices")))
 
     @staticmethod
     @refuses
     def concat(batches: Sequence[RaggedBatch]) -> RaggedBatch:
         """A new batch of all requests of ``batches``, in order; all on one device, with the same bounds."""
-        return _batch(regroup.concat([batch._source() for batch in batches]))
+        return batch_of(regroup.concat([batch._source() for batch in batches]))
 
     @refuses
     def split(self, max_tokens: int) -> list[RaggedBatch]:
@@ -230,12 +235,12 @@ class RaggedBatch:
 
         A request may be cut; its later part has the ``prefix_len`` at which the earlier one ended.
         """
-        return [_batch(made) for made in regroup.split(self._source(), max_tokens)]
+        return [batch_of(made) for made in regroup.split(self._source(), max_tokens)]
 
     @refuses
     def pad_to(self, num_reqs: int) -> RaggedBatch:
         """A new batch with empty requests appended; they point to the padding row, row 0 where none is set."""
-        return _batch(regroup.pad_to(self._source(), num_reqs))
+        return batch_of(regroup.pad_to(self._source(), num_reqs))
 
     @refuses
     def to(self, device: torch.device | str) -> RaggedBatch:
@@ -276,7 +281,8 @@ class RaggedBatch:
         return regroup.Source(self.layout, self.token_ids, self.counts)
 
 
-def _batch(made: regroup.Made) -> RaggedBatch:
+def batch_of(made: regroup.Made) -> RaggedBatch:
+    """The batch of what an assembly or a regrouping has made."""
     return RaggedBatch(made.layout, made.packed, made.device_tokens, made.counts, made.coercions)
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import attrs
 
 from ragged.convert import Choice
-from ragged.errors import RaggedOverflowError, RaggedValueError, request_name
-from ragged.rules import INT64_MAX
+from ragged.errors import RaggedOverflowError, RaggedTypeError, RaggedValueError, request_name
+from ragged.rules import INT64_MAX, as_int
 
 
 class Overflow(Choice):
@@ -21,12 +21,14 @@ class Overflow(Choice):
 def _as_shape(value: Any) -> tuple[int, int] | None:
     if value is None:
         return None
-    shape = tuple(value)
-    if len(shape) != 2 or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in shape):
-        raise RaggedValueError(
-            f"pool_shape must be (max_reqs, max_context_len), got {shape}", argument="pool_shape", got=shape
-        )
-    return shape
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        error = RaggedValueError if isinstance(value, tuple | list) else RaggedTypeError
+        raise error(f"pool_shape must be (max_reqs, max_context_len), got {value!r}", argument="pool_shape", got=value)
+    return as_int(value[0], "pool_shape", least=0), as_int(value[1], "pool_shape", least=0)
+
+
+def _as_row(value: Any) -> int | None:
+    return None if value is None else as_int(value, "padding_row", least=0)
 
 
 @attrs.frozen
@@ -41,7 +43,7 @@ class Bounds:
 
     pool_shape: tuple[int, int] | None = attrs.field(default=None, converter=_as_shape)
     overflow: Overflow = attrs.field(default=Overflow.RAISE, converter=Overflow)
-    padding_row: int | None = None
+    padding_row: int | None = attrs.field(default=None, converter=_as_row)
 
     def check(self, request: int, row: int, length: int, prefix_len: int, req_id: object = None) -> None:
         """Every invariant of one request. The only place that words them.

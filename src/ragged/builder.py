@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Unpack
 
 from ragged.assembly import Assembly, BatchOptions
-from ragged.batch import RaggedBatch
+from ragged.batch import RaggedBatch, batch_of
 from ragged.errors import refuses
 
 
@@ -75,4 +75,4 @@ class RaggedBatchBuilder:
     @refuses
     def build(self) -> RaggedBatch:
         """The batch of all requests; the builder is empty afterwards."""
-        return RaggedBatch.from_assembly(self._assembly)
+        return batch_of(self._assembly.finish())

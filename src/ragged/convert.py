@@ -9,6 +9,7 @@ from __future__ import annotations
 import array
 import enum
 import logging
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any, Self
@@ -31,10 +32,12 @@ from ragged.rules import (
     HasDtype,
     HasNDim,
     IsContiguous,
+    IsDense,
+    IsInteger,
     OnDevice,
     device_of,
     dtype_name,
-    is_integer,
+    is_number,
 )
 
 Int64Array = npt.NDArray[np.int64]
@@ -52,11 +55,9 @@ class Choice(enum.Enum):
             if isinstance(value, str) and value.lower() == choice.value:
                 return choice
         names = ", ".join(repr(choice.value) for choice in cls)
+        argument = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()  # WideTokens is passed as wide_tokens
         raise RaggedValueError(
-            f"{cls.__name__.lower()} must be one of {names}, got {value!r}",
-            argument=cls.__name__.lower(),
-            got=value,
-            bound=names,
+            f"{argument} must be one of {names}, got {value!r}", argument=argument, got=value, bound=names
         )
 
 
@@ -101,23 +102,23 @@ class Converter:
     """Turns the inputs of one call into int64, in one mode, and keeps the record.
 
     Args of its methods: ``argument`` is the name for messages; ``request`` and ``req_id`` name whose tokens they are,
-    or are None where the array is indexed by request itself.
+    or are None where the array is indexed by request itself: then ``first_request`` and ``req_ids`` name its elements.
 
     Raises: RaggedTypeError, RaggedValueError, RaggedOverflowError, as the table in DESIGN section 4 says.
     """
 
     mode: Mode
     coercions: list[Coercion] = attrs.field(factory=list)
+    first_request: int = 0
+    req_ids: Sequence[object] | None = None
 
     def host(self, value: Any, argument: str, request: int | None = None, req_id: object = None) -> Int64Array:
         """int64, 1-D, contiguous, on the host; a view of ``value`` wherever that is possible."""
         if type(value) is np.ndarray and value.dtype == np.int64 and value.ndim == 1:
             if value.flags.c_contiguous:
                 return value
-        elif isinstance(value, list | tuple):
+        elif isinstance(value, list | tuple | range):
             return self._from_numbers(value, argument, request, req_id)
-        elif isinstance(value, range):
-            return np.arange(value.start, value.stop, value.step, dtype=np.int64)
         subject = _subject(argument, request, req_id)
         try:
             return self._from_array(_as_array(value, subject), subject, argument)
@@ -127,6 +128,7 @@ class Converter:
 
     def device(self, tensor: torch.Tensor, argument: str, device: torch.device) -> torch.Tensor:
         """int64, contiguous, on ``device``; the dimensions are the caller's to check."""
+        self._demand(IsDense(argument), tensor)
         self._demand(IsInteger(argument), tensor)
         if dtype_name(tensor) != "int64":
             self._demand_or(HasDtype(argument), tensor)
@@ -145,6 +147,7 @@ class Converter:
 
     def _from_array(self, value: Any, subject: str, argument: str) -> Int64Array:
         """A numpy array or a tensor, in the order dimensions, dtype, device, strides."""
+        self._demand(IsDense(subject), value)
         self._demand(HasNDim(subject, 1), value)
         self._demand(IsInteger(subject), value)
         if dtype_name(value) != "int64":
@@ -167,16 +170,43 @@ class Converter:
         return array_
 
     def _from_numbers(self, values: Sequence[Any], argument: str, request: int | None, req_id: object) -> Int64Array:
-        """A list or tuple of integers: Python's or numpy's scalars, whose values carry their own width."""
-        if not set(map(type, values)) <= {int}:
-            for position, value in enumerate(values):
-                if isinstance(value, bool) or not isinstance(value, int | np.integer):
-                    raise _bad_number(value, argument, request, req_id, position)
+        """A list, tuple or range of integers: Python's or numpy's scalars, whose values carry their own width."""
         try:
+            if isinstance(values, range):
+                return np.arange(values.start, values.stop, values.step, dtype=np.int64)
+            if not set(map(type, values)) <= {int}:
+                for position, value in enumerate(values):
+                    if not is_number(value):
+                        says, error = f"must be integers, got {type(value).__name__} {value!r}", RaggedTypeError
+                        raise self._at(error, says, value, "int64", argument, request, req_id, position)
             return np.array(values, dtype=np.int64)
         except OverflowError:
             position = next(i for i, value in enumerate(values) if not -INT64_MAX - 1 <= value <= INT64_MAX)
-            raise _too_large(values[position], argument, request, req_id, position) from None
+            says, value = f"must fit int64, got {values[position]}", values[position]
+            raise self._at(RaggedOverflowError, says, value, INT64_MAX, argument, request, req_id, position) from None
+
+    def _at(
+        self,
+        error: type[RaggedError],
+        says: str,
+        got: Any,
+        bound: Any,
+        argument: str,
+        request: int | None,
+        req_id: object,
+        position: int,
+    ) -> RaggedError:
+        """The refusal of one element: of a request's tokens, of flat tokens, or of a column that has one a request."""
+        if request is not None:
+            where = f"{request_name(request, req_id)}, position {position}"
+        elif argument == "token_ids":
+            where = f"position {position}"
+        else:
+            request = self.first_request + position
+            req_id = self.req_ids[position] if self.req_ids is not None and position < len(self.req_ids) else None
+            where = request_name(request, req_id)
+        message = f"{argument} {says} at {where}"
+        return error(message, argument=argument, request=request, req_id=req_id, got=got, bound=bound)
 
     def _demand(self, rule: Any, value: Any) -> None:
         error = rule.broken({rule.argument: value})
@@ -195,42 +225,27 @@ class Converter:
         return after
 
 
-@attrs.frozen
-class IsInteger:
-    """``argument`` holds integers; a bool is none."""
-
-    argument: str
-
-    def broken(self, arrays: dict[str, Any]) -> RaggedError | None:
-        value = arrays[self.argument]
-        if is_integer(value):
-            return None
-        return RaggedTypeError(
-            f"{self.argument} must be int64, got {value.dtype}",
-            argument=self.argument,
-            got=str(value.dtype),
-            bound="int64",
-        )
-
-
 def _subject(argument: str, request: int | None, req_id: object) -> str:
     return argument if request is None else f"{argument} of {request_name(request, req_id)}"
 
 
 def _as_array(value: Any, subject: str) -> Any:
     """A tensor or numpy array over the same memory, for anything that can be read as one."""
+    if isinstance(value, np.ma.MaskedArray):  # as an array it would lose its mask
+        raise _not_a_sequence(value, subject)
     if isinstance(value, torch.Tensor | np.ndarray):
         return value
-    if isinstance(value, np.generic) or value is None or isinstance(value, str):
+    if isinstance(value, np.generic | str) or value is None:
         raise _not_a_sequence(value, subject)
-    if isinstance(value, array.array | bytes | bytearray | memoryview) or hasattr(value, "__buffer__"):
-        return np.asarray(memoryview(value))
-    if hasattr(value, "__dlpack__"):
+    is_buffer = isinstance(value, array.array | bytes | bytearray | memoryview) or hasattr(value, "__buffer__")
+    if not is_buffer and hasattr(value, "__dlpack__"):
         return _from_dlpack(value, subject)
     try:
         return np.asarray(memoryview(value))  # Python 3.11 cannot be asked whether an object exports a buffer
     except TypeError:
         raise _not_a_sequence(value, subject) from None
+    except (ValueError, BufferError) as cause:
+        raise RaggedValueError(f"{subject} could not be read as a buffer: {cause}", got=type(value).__name__) from cause
 
 
 def _from_dlpack(value: Any, subject: str) -> Any:
@@ -248,32 +263,6 @@ def _not_a_sequence(value: Any, subject: str) -> RaggedTypeError:
     return RaggedTypeError(
         f"{subject} must be a list, tuple, range, array or tensor of integers, got {type(value).__name__}",
         got=type(value).__name__,
-    )
-
-
-def _where(request: int | None, req_id: object, position: int) -> str:
-    return f"request {position}" if request is None else f"{request_name(request, req_id)}, position {position}"
-
-
-def _bad_number(value: Any, argument: str, request: int | None, req_id: object, position: int) -> RaggedTypeError:
-    return RaggedTypeError(
-        f"{argument} must be integers, got {type(value).__name__} {value!r} at {_where(request, req_id, position)}",
-        argument=argument,
-        request=position if request is None else request,
-        req_id=req_id,
-        got=value,
-        bound="int64",
-    )
-
-
-def _too_large(value: Any, argument: str, request: int | None, req_id: object, position: int) -> RaggedOverflowError:
-    return RaggedOverflowError(
-        f"{argument} must fit int64, got {value} at {_where(request, req_id, position)}",
-        argument=argument,
-        request=position if request is None else request,
-        req_id=req_id,
-        got=value,
-        bound=INT64_MAX,
     )
 
 

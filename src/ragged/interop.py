@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ragged.errors import RaggedTypeError, RaggedValueError
+from ragged.rules import as_int
 
 
 def to_padded(
@@ -14,7 +15,7 @@ def to_padded(
 ) -> torch.Tensor:
     """int64 ``[num_reqs, max_len]``, each row a request's tokens, then ``value``."""
     shape = (offsets.shape[0] - 1, max_len)
-    padded = torch.full(shape, value, dtype=torch.int64, device=token_ids.device)
+    padded = torch.full(shape, as_int(value, "value"), dtype=torch.int64, device=token_ids.device)
     flat = torch.arange(token_ids.shape[0], dtype=torch.int64, device=token_ids.device)
     padded[token_req_ids, flat - offsets[token_req_ids]] = token_ids
     return padded

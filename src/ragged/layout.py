@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -10,9 +11,20 @@ import numpy as np
 
 from ragged.bounds import Bounds, Overflow, duplicate_row
 from ragged.convert import Converter, Int64Array, Mode
-from ragged.errors import RaggedOverflowError, RaggedValueError, refuses
+from ragged.errors import RaggedOverflowError, RaggedTypeError, RaggedValueError, refuses
 from ragged.rules import INT64_MAX, HasLength, apply
 from ragged.tiles import list_tiles
+
+
+def as_ids(req_ids: Any) -> tuple[object, ...] | None:
+    """The caller's ids as a tuple of their own."""
+    if req_ids is None or isinstance(req_ids, tuple):
+        return req_ids
+    try:
+        return tuple(req_ids)
+    except TypeError:
+        name = type(req_ids).__name__
+        raise RaggedTypeError(f"req_ids must be a sequence of ids, got {name}", argument="req_ids", got=name) from None
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -41,8 +53,8 @@ class RaggedLayout:
 
     lengths: Int64Array
     req_pool_indices: Int64Array
-    prefix_lens: Int64Array = attrs.Factory(lambda self: np.zeros(len(self.lengths), dtype=np.int64), takes_self=True)
-    req_ids: tuple[object, ...] | None = None
+    prefix_lens: Int64Array = attrs.field(default=None)
+    req_ids: tuple[object, ...] | None = attrs.field(default=None, converter=as_ids)
     bounds: Bounds = attrs.Factory(Bounds)
     offsets: Int64Array = attrs.field(init=False)
     max_len: int = attrs.field(init=False)
@@ -50,6 +62,7 @@ class RaggedLayout:
     max_prefix_len: int = attrs.field(init=False)
     max_end: int = attrs.field(init=False)
 
+    @refuses
     def __attrs_post_init__(self) -> None:
         lengths, rows, prefix_lens = _columns(self)
         num_reqs = len(lengths)
@@ -71,8 +84,6 @@ class RaggedLayout:
         put(self, "max_row", largest[1])
         put(self, "max_prefix_len", largest[2])
         put(self, "max_end", largest[3])
-        if self.req_ids is not None:
-            put(self, "req_ids", tuple(self.req_ids))
         _check(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -84,11 +95,11 @@ class RaggedLayout:
         return self._key() == other._key()
 
     def __hash__(self) -> int:
-        return hash(self._key())
+        return hash(self._key()[1:])  # an id may be a list
 
     def _key(self) -> tuple[Any, ...]:
         columns = (self.lengths, self.req_pool_indices, self.prefix_lens)
-        return (*(column.tobytes() for column in columns), self.req_ids, self.bounds)
+        return (self.req_ids, self.bounds, *(column.tobytes() for column in columns))
 
     @classmethod
     @refuses
@@ -118,12 +129,11 @@ class RaggedLayout:
         """int64 ``[num_tiles, 2]``: the work list of unequal lengths, empty for even ones (see ``ragged.tiles``)."""
         return list_tiles(self.lengths, self.max_len, self.num_tokens)
 
-    def check_pool(self, pool_shape: tuple[int, int]) -> None:
-        """Hold the layout against a pool's shape, under its own overflow policy. Free where it fits."""
-        max_reqs, max_context_len = pool_shape
+    def check_pool(self, pool_shape: Sequence[int]) -> None:
+        """Hold the layout against a pool's ``(max_reqs, max_context_len)``, under its own overflow policy."""
         farthest = self.max_end if self.bounds.overflow is Overflow.RAISE else self.max_prefix_len
-        if self.max_row >= max_reqs or farthest > max_context_len:
-            _name_culprit(self, attrs.evolve(self.bounds, pool_shape=pool_shape))
+        if self.max_row >= pool_shape[0] or farthest > pool_shape[1]:
+            _name_culprit(self, attrs.evolve(self.bounds, pool_shape=tuple(pool_shape)))
 
     def req_id(self, request: int) -> object:
         """The caller's id of a request, or None."""
@@ -172,14 +182,17 @@ def _rebuild(*fields: Any) -> RaggedLayout:
 
 def _columns(layout: RaggedLayout) -> tuple[Int64Array, Int64Array, Int64Array]:
     """The three given columns as int64 of one length."""
-    convert = Converter(Mode.STRICT).host
+    convert = Converter(Mode.STRICT, req_ids=layout.req_ids).host
     lengths = convert(layout.lengths, "lengths")
     rows = convert(layout.req_pool_indices, "req_pool_indices")
-    prefix_lens = convert(layout.prefix_lens, "prefix_lens")
-    if not len(lengths) == len(rows) == len(prefix_lens) or layout.req_ids is not None:
-        given = {"req_pool_indices": rows, "prefix_lens": prefix_lens}
-        if layout.req_ids is not None:
-            given["req_ids"] = np.empty(len(layout.req_ids), dtype=np.int64)
+    if layout.prefix_lens is None:
+        prefix_lens = np.zeros(len(lengths), dtype=np.int64)
+    else:
+        prefix_lens = convert(layout.prefix_lens, "prefix_lens")
+    given = {"req_pool_indices": rows, "prefix_lens": prefix_lens}
+    if layout.req_ids is not None:
+        given["req_ids"] = np.empty(len(layout.req_ids), dtype=np.bool_)
+    if any(len(column) != len(lengths) for column in given.values()):
         apply([HasLength(name, "number of requests", lambda _: len(lengths)) for name in given], given)
     return lengths, rows, prefix_lens
 

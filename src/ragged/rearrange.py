@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from ragged.convert import Int64Array
-from ragged.errors import RaggedTypeError, RaggedValueError
+from ragged.errors import RaggedValueError
 from ragged.layout import RaggedLayout
+from ragged.rules import INT64_MAX, as_int
 
 
 def select(layout: RaggedLayout, indices: Int64Array) -> RaggedLayout:
@@ -60,15 +61,12 @@ def split(layout: RaggedLayout, max_tokens: int) -> list[RaggedLayout]:
     """Pieces of at most ``max_tokens`` tokens, in order (chunked prefill).
 
     A request may be cut; its later part starts where the earlier one ended. An empty request goes into the piece in
-    which its offset falls. There is always at least one piece.
+    which its offset falls. There is always at least one piece. Under ``Overflow.TRUNCATE`` a part that would start
+    beyond the row starts at its end, where all of it is dropped.
     """
-    if isinstance(max_tokens, bool) or not isinstance(max_tokens, int):
-        raise RaggedTypeError(f"max_tokens must be an int, got {max_tokens!r}", argument="max_tokens", got=max_tokens)
-    if max_tokens < 1:
-        raise RaggedValueError(
-            f"max_tokens must be at least 1, got {max_tokens}", argument="max_tokens", got=max_tokens, bound=1
-        )
+    max_tokens = as_int(max_tokens, "max_tokens", least=1)
     starts, ends = layout.offsets[:-1], layout.offsets[1:]
+    row_end = INT64_MAX if layout.bounds.pool_shape is None else layout.bounds.pool_shape[1]
     pieces = []
     for first in range(0, max(layout.num_tokens, 1), max_tokens):
         last = first + max_tokens
@@ -80,7 +78,7 @@ def split(layout: RaggedLayout, max_tokens: int) -> list[RaggedLayout]:
             RaggedLayout(
                 lengths=np.minimum(ends[part], last) - cut,
                 req_pool_indices=layout.req_pool_indices[part],
-                prefix_lens=layout.prefix_lens[part] + (cut - starts[part]),
+                prefix_lens=np.minimum(layout.prefix_lens[part] + (cut - starts[part]), row_end),
                 req_ids=None if layout.req_ids is None else layout.req_ids[part],
                 bounds=layout.bounds,
             )
@@ -90,14 +88,7 @@ def split(layout: RaggedLayout, max_tokens: int) -> list[RaggedLayout]:
 
 def pad_to(layout: RaggedLayout, num_reqs: int) -> RaggedLayout:
     """Empty requests appended until there are ``num_reqs``; they point to the padding row (row 0 where none is set)."""
-    missing = num_reqs - layout.num_reqs
-    if missing < 0:
-        raise RaggedValueError(
-            f"num_reqs must be at least {layout.num_reqs}, got {num_reqs}",
-            argument="num_reqs",
-            got=num_reqs,
-            bound=layout.num_reqs,
-        )
+    missing = as_int(num_reqs, "num_reqs", least=layout.num_reqs) - layout.num_reqs
     padding = RaggedLayout(
         lengths=np.zeros(missing, dtype=np.int64),
         req_pool_indices=np.full(missing, layout.bounds.padding_row or 0, dtype=np.int64),

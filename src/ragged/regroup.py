@@ -11,7 +11,7 @@ from ragged import derived, rearrange
 from ragged.convert import Coercion, Int64Array
 from ragged.errors import RaggedValueError
 from ragged.layout import RaggedLayout
-from ragged.packing import layout_header_size, views, write_header
+from ragged.packing import starts_of, views, write_header
 from ragged.staging import StagingRing
 from ragged.tokens import TokenCounts
 
@@ -45,7 +45,7 @@ def select(source: Source, indices: Int64Array) -> Made:
     """The requests at ``indices`` int64 ``[n]``, in that order."""
     layout, device = rearrange.select(source.layout, indices), source.token_ids.device
     header = _send_header(layout, device)
-    offsets = views(header, layout.num_reqs, len(layout.tiles)).offsets
+    offsets = views(header, layout).offsets
     owners = derived.req_ids(offsets, layout.num_tokens)
     starts = torch.from_numpy(source.layout.offsets[indices]).to(device, non_blocking=True)
     flat = torch.arange(layout.num_tokens, dtype=torch.int64, device=device)
@@ -90,9 +90,9 @@ def pad_to(source: Source, num_reqs: int) -> Made:
 
 
 def _send_header(layout: RaggedLayout, device: torch.device) -> torch.Tensor:
-    """The packed header alone, int64 ``[layout_header_size(layout)]``."""
+    """The packed header alone."""
     ring = StagingRing(device, num_slots=1)
-    size = layout_header_size(layout)
+    size = starts_of(layout).token_ids
     slot = ring.acquire(size)
     write_header(slot.array[:size], layout)
     return ring.send(slot, 0, size)

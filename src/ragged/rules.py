@@ -13,7 +13,7 @@ import attrs
 import numpy as np
 import torch
 
-from ragged.errors import RaggedError, RaggedTypeError, RaggedValueError
+from ragged.errors import RaggedError, RaggedOverflowError, RaggedTypeError, RaggedValueError, request_name
 
 Arrays = Mapping[str, Any]
 
@@ -213,6 +213,43 @@ class NoOverlap:
         )
 
 
+@attrs.frozen
+class IsDense:
+    """``argument`` is an array, or a tensor that is neither sparse nor nested: its elements lie where strides say."""
+
+    argument: str
+
+    def broken(self, arrays: Arrays) -> RaggedError | None:
+        array = arrays[self.argument]
+        if not isinstance(array, torch.Tensor) or (array.layout == torch.strided and not array.is_nested):
+            return None
+        got = "torch.nested" if array.layout == torch.strided else str(array.layout)
+        return RaggedTypeError(
+            f"{self.argument} must be a dense tensor, got layout {got}",
+            argument=self.argument,
+            got=got,
+            bound="torch.strided",
+        )
+
+
+@attrs.frozen
+class IsInteger:
+    """``argument`` holds integers; a bool is none."""
+
+    argument: str
+
+    def broken(self, arrays: Arrays) -> RaggedError | None:
+        array = arrays[self.argument]
+        if is_integer(array):
+            return None
+        return RaggedTypeError(
+            f"{self.argument} must be int64, got {array.dtype}",
+            argument=self.argument,
+            got=str(array.dtype),
+            bound=INT64,
+        )
+
+
 INTEGER_DTYPES = frozenset({"int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"})
 """Names of the dtypes that may become int64; ``bool`` is not a number here."""
 
@@ -222,3 +259,28 @@ def is_integer(array: Any) -> bool:
     if isinstance(array, np.ndarray):
         return array.dtype.kind in "iu"
     return dtype_name(array) in INTEGER_DTYPES
+
+
+def is_number(value: Any) -> bool:
+    """True for Python's and numpy's integer scalars; a bool or a time is none."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool | np.timedelta64)
+
+
+def as_int(
+    value: Any, argument: str, *, least: int | None = None, request: int | None = None, req_id: object = None
+) -> int:
+    """An integer argument as a Python int that fits int64 and is not below ``least``.
+
+    Raises: RaggedTypeError, RaggedOverflowError, RaggedValueError, in this order.
+    """
+    kind: type[RaggedError]
+    if not is_number(value):
+        says, kind, bound = f"must be an int, got {type(value).__name__} {value!r}", RaggedTypeError, None
+    elif not -INT64_MAX - 1 <= value <= INT64_MAX:
+        says, kind, bound = f"must fit int64, got {value}", RaggedOverflowError, INT64_MAX
+    elif least is not None and value < least:
+        says, kind, bound = f"must be at least {least}, got {value}", RaggedValueError, least
+    else:
+        return int(value)
+    where = "" if request is None else f" at {request_name(request, req_id)}"
+    raise kind(f"{argument} {says}{where}", argument=argument, request=request, req_id=req_id, got=value, bound=bound)

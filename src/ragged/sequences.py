@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from ragged.convert import Converter, Int64Array
-from ragged.errors import RaggedTypeError, RaggedValueError, request_name
+from ragged.errors import RaggedError, RaggedTypeError, RaggedValueError, request_name
+from ragged.rules import IsDense, apply
 
 SMALL_JOIN = 65_536
 """Bytes up to which array.array parts are joined as bytes: 256 parts of 1 token in 3 us, a numpy view of each takes
@@ -49,10 +50,17 @@ def read_sequences(
 
     A 2-D array or tensor is as many sequences of one length as it has rows.
     """
-    if isinstance(sequences, np.ndarray | torch.Tensor) and sequences.ndim == 2:
-        num_reqs, length = sequences.shape
-        flat = read_flat(sequences.reshape(-1), convert, device)
-        return attrs.evolve(flat, lengths=np.full(num_reqs, length, dtype=np.int64))
+    if isinstance(sequences, np.ndarray | torch.Tensor):
+        apply([IsDense("sequences")], {"sequences": sequences})
+        if sequences.ndim == 0:
+            raise RaggedValueError(
+                "sequences must be a sequence of sequences, got shape ()", argument="sequences", got=(), bound=2
+            )
+        # Rows that lie apart go one by one: each is contiguous or refused by itself.
+        if sequences.ndim == 2 and _is_contiguous(sequences):
+            num_reqs, length = sequences.shape
+            flat = read_flat(sequences.reshape(-1), convert, device)
+            return Sequences(np.full(num_reqs, length, dtype=np.int64), flat.parts, flat.device_parts)
     if isinstance(sequences, str | bytes) or not isinstance(sequences, Sequence | np.ndarray | torch.Tensor):
         raise RaggedTypeError(
             f"sequences must be a sequence of sequences, got {type(sequences).__name__}",
@@ -67,9 +75,11 @@ def read_sequences(
         req_id = None if req_ids is None else req_ids[request - first_request]
         part = read_part(value, convert, device, request, req_id)
         lengths.append(part.shape[0])
+        if part.shape[0] == 0:
+            continue  # nothing comes from anywhere
         if isinstance(part, torch.Tensor):
             device_parts.append(part)
-        elif len(part):
+        else:
             parts.append(part)
         if device_parts and parts:
             raise mixed_devices(request, req_id, device)
@@ -100,7 +110,11 @@ def read_part(
                 got=tuple(value.shape),
                 bound=1,
             )
-        return convert.device(value, name, device)
+        try:
+            return convert.device(value, name, device)
+        except RaggedError as error:
+            error.argument, error.request, error.req_id = "token_ids", request, req_id
+            raise
     return convert.host(value, "token_ids", request, req_id)
 
 
@@ -114,6 +128,14 @@ def mixed_devices(request: int, req_id: object, device: torch.device) -> RaggedV
         req_id=req_id,
         hint=f"move them to {device} first, or all of them to the host",
     )
+
+
+def join(parts: list[Int64Array], out: Int64Array) -> None:
+    """Write all parts, one after the other, into ``out``."""
+    if len(parts) == 1:
+        out[:] = parts[0]
+    else:
+        np.concatenate(parts, out=out)
 
 
 def _read_plain(sequences: Any) -> Sequences | None:
@@ -142,3 +164,7 @@ def _read_plain(sequences: Any) -> Sequences | None:
 
 def _lengths(sequences: Any) -> Int64Array:
     return np.array(list(map(len, sequences)), dtype=np.int64)
+
+
+def _is_contiguous(array: Any) -> bool:
+    return bool(array.is_contiguous() if isinstance(array, torch.Tensor) else array.flags.c_contiguous)

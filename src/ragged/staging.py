@@ -10,6 +10,7 @@ import torch
 from ragged.convert import Int64Array
 from ragged.errors import RaggedTypeError, RaggedValueError
 from ragged.packing import aligned
+from ragged.rules import as_int
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ class StagingRing:
     def __init__(self, device: torch.device | str, num_slots: int = 2) -> None:
         self.device = resolve_device(device)
         self._on_host = self.device.type == "cpu"
-        self._slots: list[Slot | None] = [None] * num_slots
+        self._slots: list[Slot | None] = [None] * as_int(num_slots, "num_slots", least=1)
         self._next = 0
         self._pin = not self._on_host
 
@@ -94,8 +95,7 @@ class StagingRing:
         source = slot.tensor[start:stop]
         if self._on_host:
             return source
-        target = torch.empty(stop - start, dtype=torch.int64, device=self.device)
-        target.copy_(source, non_blocking=True)
+        target = source.to(self.device, non_blocking=True)
         if slot.copied is None:
             slot.copied = torch.cuda.Event()
         slot.copied.record(torch.cuda.current_stream(self.device))

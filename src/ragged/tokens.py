@@ -6,8 +6,8 @@ import attrs
 import numpy as np
 
 from ragged.convert import Choice, Int64Array
-from ragged.errors import RaggedTypeError, RaggedValueError, request_name
-from ragged.rules import INT32_MAX
+from ragged.errors import RaggedValueError, request_name
+from ragged.rules import INT32_MAX, as_int
 
 PLACEHOLDER = -1
 """The token id that is not known yet; stored as -1, counted, never compared."""
@@ -51,17 +51,7 @@ class TokenRules:
 
     def __attrs_post_init__(self) -> None:
         if self.vocab_size is not None:
-            if isinstance(self.vocab_size, bool) or not isinstance(self.vocab_size, int):
-                raise RaggedTypeError(
-                    f"vocab_size must be an int, got {self.vocab_size!r}", argument="vocab_size", got=self.vocab_size
-                )
-            if self.vocab_size < 1:
-                raise RaggedValueError(
-                    f"vocab_size must be at least 1, got {self.vocab_size}",
-                    argument="vocab_size",
-                    got=self.vocab_size,
-                    bound=1,
-                )
+            object.__setattr__(self, "vocab_size", as_int(self.vocab_size, "vocab_size", least=1))
         bound = INT32_MAX if self.vocab_size is None else min(INT32_MAX, self.vocab_size - 1)
         object.__setattr__(self, "largest", bound)
 

@@ -20,6 +20,8 @@ from kv_canary.kernels._search import bisect_ends, count_ends
 
 SIZES = ["num_tokens", "num_reqs", "max_reqs", "max_context_len", "row_stride", "launch"]
 """Sizes are int64 in every variant and never specialised, so that no batch size compiles anew."""
+POINTERS = ["offsets_ptr", "rows_ptr", "prefix_lens_ptr", "pool_ptr", "report_ptr", "tiles_ptr"]
+"""Pointers whose alignment selects no variant: what is read or written through them is not vectorised anyway."""
 
 
 @triton.jit
@@ -174,7 +176,7 @@ def write_tokens(
             report_tokens(first, last, flat_ptr, offsets_ptr, report_ptr, num_tokens, num_reqs, launch)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=POINTERS)
 def scatter_flat(
     flat_ptr, offsets_ptr, rows_ptr, prefix_lens_ptr, pool_ptr, report_ptr,
     num_tokens: tl.int64, num_reqs: tl.int64, max_reqs: tl.int64, max_context_len: tl.int64, row_stride: tl.int64,
@@ -201,11 +203,11 @@ def scatter_flat(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=[*SIZES, "column_tiles"])
+@triton.jit(do_not_specialize=[*SIZES, "column_tiles"], do_not_specialize_on_alignment=["flat_ptr", *POINTERS])
 def scatter_tiles(
-    flat_ptr, offsets_ptr, rows_ptr, prefix_lens_ptr, pool_ptr, report_ptr,
+    flat_ptr, offsets_ptr, rows_ptr, prefix_lens_ptr, pool_ptr, report_ptr, tiles_ptr,
     num_tokens: tl.int64, num_reqs: tl.int64, max_reqs: tl.int64, max_context_len: tl.int64, row_stride: tl.int64,
-    launch: tl.int64, column_tiles: tl.int64, tiles_ptr,
+    launch: tl.int64, column_tiles: tl.int64,
     LISTED: tl.constexpr, REPORT: tl.constexpr, REQUESTS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Each program a tile of REQUESTS x COLUMNS; no search. For batches, whose lengths the host knows.

@@ -1,0 +1,59 @@
+"""Launching a kernel again without Triton's per-call specialisation.
+
+A JIT launch binds, specialises and looks up its kernel at every call. Here the first call of a variant is an ordinary
+JIT launch; the compiled kernel that it returns is kept under everything that selects a variant, and called directly
+from then on, with addresses instead of tensors. Sizes select nothing: the kernels declare them int64 and unspecialised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+import triton
+from triton import knobs
+
+KNOWN_TRITON = ("3.6",)
+"""Versions whose compiled kernels were seen to be launched right this way on a GPU; others take ordinary launches."""
+
+_is_known = triton.__version__.rpartition(".")[0] in KNOWN_TRITON
+_ready: dict[Hashable, tuple[Callable[..., None], int, Any]] = {}
+
+
+def launch(
+    kernel: Any,
+    device: torch.device,
+    programs: int,
+    tensors: Callable[[], tuple[torch.Tensor, ...]],
+    addresses: tuple[int, ...],
+    sizes: tuple[int, ...],
+    constants: tuple[Hashable, ...],
+    variant: Hashable = None,
+) -> None:
+    """Launch ``programs`` programs on ``device``, on its current stream, whichever device is current.
+
+    Args:
+        kernel: a JIT function whose parameters are tensors, sizes, constants, in this order.
+        tensors: gives the tensors; called only for an ordinary launch.
+        addresses: the same tensors' ``data_ptr()``; the caller keeps their memory alive during the call.
+        sizes: Python ints.
+        constants: constexpr values.
+        variant: what else selects a compiled kernel, such as the alignment of a pointer that specialises on it.
+    """
+    index = device.index
+    if index is not None and index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            launch(kernel, device, programs, tensors, addresses, sizes, constants, variant)
+        return
+    key = (kernel.fn, index, constants, variant)
+    ready = _ready.get(key)
+    hooks = knobs.runtime  # a profiler's hooks want what only the ordinary launch gives them
+    if ready is None or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
+        compiled = kernel[(programs,)](*tensors(), *sizes, *constants)
+        if _is_known and index is not None:
+            _ready[key] = (compiled.run, compiled.function, compiled.packed_metadata)
+        return
+    run, function, metadata = ready
+    stream = triton.runtime.driver.active.get_current_stream(index)
+    run(programs, 1, 1, stream, function, metadata, None, None, None, *addresses, *sizes, *constants)
