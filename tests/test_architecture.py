@@ -54,6 +54,7 @@ ROOMS = {
     "kv_canary.guards": _room(2, "ragged", "torch"),
     "kv_canary.report": _room(2, "attrs", "ragged", "torch"),
     "kv_canary.scatter": _room(3, "ragged", "torch"),
+    "kv_canary.warmup": _room(4, "ragged", "torch"),
     "kv_canary.replay": _room(6, "attrs", "numpy", "ragged", "torch"),
     "kv_canary.cli": _room(7, "click", "rich", "torch"),
     "kv_canary.__main__": _room(7),

@@ -3,6 +3,7 @@
 from kv_canary.reference import scatter_req_token_ids_torch_reference
 from kv_canary.report import GuardReport, GuardViolation, Offender
 from kv_canary.scatter import launch_scatter_req_token_ids_kernel, scatter
+from kv_canary.warmup import warmup
 
 __all__ = [
     "GuardReport",
@@ -11,4 +12,5 @@ __all__ = [
     "launch_scatter_req_token_ids_kernel",
     "scatter",
     "scatter_req_token_ids_torch_reference",
+    "warmup",
 ]

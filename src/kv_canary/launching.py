@@ -18,7 +18,7 @@ KNOWN_TRITON = ("3.6",)
 """Versions whose compiled kernels were seen to be launched right this way on a GPU; others take ordinary launches."""
 
 _is_known = triton.__version__.rpartition(".")[0] in KNOWN_TRITON
-_ready: dict[Hashable, tuple[Callable[..., None], int, Any]] = {}
+_ready: dict[Hashable, tuple[Callable[..., None], int, Any, Callable[[int], int]]] = {}
 
 
 def launch(
@@ -52,8 +52,8 @@ def launch(
     if ready is None or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
         compiled = kernel[(programs,)](*tensors(), *sizes, *constants)
         if _is_known and index is not None:
-            _ready[key] = (compiled.run, compiled.function, compiled.packed_metadata)
+            stream_of = triton.runtime.driver.active.get_current_stream
+            _ready[key] = (compiled.run, compiled.function, compiled.packed_metadata, stream_of)
         return
-    run, function, metadata = ready
-    stream = triton.runtime.driver.active.get_current_stream(index)
-    run(programs, 1, 1, stream, function, metadata, None, None, None, *addresses, *sizes, *constants)
+    run, function, metadata, stream_of = ready
+    run(programs, 1, 1, stream_of(index), function, metadata, None, None, None, *addresses, *sizes, *constants)

@@ -95,13 +95,15 @@ class Assembly:
         self.ring = StagingRing(device)
         self._slot: Slot | None = None
         self._reserve = starts(64).token_ids
+        self._pending = _Pending()
         nothing = np.empty(0, dtype=np.int64)
         self._nothing = RaggedLayout(lengths=nothing, req_pool_indices=nothing, bounds=self.bounds)
         self._reset()
 
     def _reset(self) -> None:
         self._layout = self._nothing
-        self._pending = _Pending()
+        if self._pending.rows:
+            self._pending = _Pending()
         self._taken: dict[int, int] | None = {}  # row -> request with tokens; None: to be counted anew
         self._num_tokens = 0  # staged on the host
         self._device_parts: list[torch.Tensor] = []
@@ -213,7 +215,9 @@ class Assembly:
         )
         offsets = layout.offsets[first:] - layout.offsets[first] if first else layout.offsets
         self._take_tokens(read, offsets, None if layout.req_ids is None else layout.req_ids[first:])
-        self._layout, self._pending, self._taken = layout, _Pending(), None
+        self._layout, self._taken = layout, None
+        if self._pending.rows:
+            self._pending = _Pending()
         self._coercions += convert.coercions
 
     def _take_tokens(self, read: Sequences, offsets: Int64Array, req_ids: tuple[object, ...] | None) -> None:

@@ -267,11 +267,9 @@ class RaggedBatch:
     def __repr__(self) -> str:
         unusual = ("num_placeholders", "num_wide_tokens", "dropped_tokens")
         extras = "".join(f", {name}={getattr(self, name)}" for name in unusual if getattr(self, name))
-        return (
-            f"RaggedBatch(num_reqs={self.num_reqs}, num_tokens={self.num_tokens}, "
-            f"lengths={_first(self.layout.lengths)}, rows={_first(self.layout.req_pool_indices)}{extras}, "
-            f"device={self.device})"
-        )
+        lengths, rows = _first(self.layout.lengths), _first(self.layout.req_pool_indices)
+        numbers = f"num_reqs={self.num_reqs}, num_tokens={self.num_tokens}"
+        return f"RaggedBatch({numbers}, lengths={lengths}, rows={rows}{extras}, device={self.device})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         tokens = None if self.device_tokens is None else _owned(self.device_tokens)

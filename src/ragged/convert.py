@@ -97,6 +97,11 @@ def _log_once(coercion: Coercion) -> None:
         logger.debug("%s converted from %s to %s at every call of %s:%d", *kind)
 
 
+def is_plain(value: Any, ndim: int = 1) -> bool:
+    """An int64 numpy array, contiguous: nothing to convert."""
+    return type(value) is np.ndarray and value.ndim == ndim and value.dtype == np.int64 and value.flags.c_contiguous
+
+
 @attrs.define
 class Converter:
     """Turns the inputs of one call into int64, in one mode, and keeps the record.
@@ -114,10 +119,9 @@ class Converter:
 
     def host(self, value: Any, argument: str, request: int | None = None, req_id: object = None) -> Int64Array:
         """int64, 1-D, contiguous, on the host; a view of ``value`` wherever that is possible."""
-        if type(value) is np.ndarray and value.dtype == np.int64 and value.ndim == 1:
-            if value.flags.c_contiguous:
-                return value
-        elif isinstance(value, list | tuple | range):
+        if is_plain(value):
+            return value  # type: ignore[no-any-return]
+        if isinstance(value, list | tuple | range):
             return self._from_numbers(value, argument, request, req_id)
         subject = _subject(argument, request, req_id)
         try:

@@ -10,7 +10,7 @@ import attrs
 import numpy as np
 
 from ragged.bounds import Bounds, Overflow, duplicate_row
-from ragged.convert import Converter, Int64Array, Mode
+from ragged.convert import Converter, Int64Array, Mode, is_plain
 from ragged.errors import RaggedOverflowError, RaggedTypeError, RaggedValueError, refuses
 from ragged.rules import INT64_MAX, HasLength, apply
 from ragged.tiles import list_tiles
@@ -46,6 +46,7 @@ class RaggedLayout:
 
     Attributes:
         offsets: int64 ``[num_reqs + 1]``, CSR.
+        num_reqs, num_tokens: how many.
         max_len, max_row, max_prefix_len, max_end: the largest length, row, prefix and end column (row -1 for none).
 
     Raises: RaggedTypeError, RaggedValueError, RaggedOverflowError; each names the request, the value and the bound.
@@ -57,6 +58,8 @@ class RaggedLayout:
     req_ids: tuple[object, ...] | None = attrs.field(default=None, converter=as_ids)
     bounds: Bounds = attrs.Factory(Bounds)
     offsets: Int64Array = attrs.field(init=False)
+    num_reqs: int = attrs.field(init=False)
+    num_tokens: int = attrs.field(init=False)
     max_len: int = attrs.field(init=False)
     max_row: int = attrs.field(init=False)
     max_prefix_len: int = attrs.field(init=False)
@@ -80,6 +83,8 @@ class RaggedLayout:
         put(self, "req_pool_indices", table[1])
         put(self, "prefix_lens", table[2])
         put(self, "offsets", offsets)
+        put(self, "num_reqs", num_reqs)
+        put(self, "num_tokens", int(offsets[-1]))
         put(self, "max_len", largest[0])
         put(self, "max_row", largest[1])
         put(self, "max_prefix_len", largest[2])
@@ -107,14 +112,6 @@ class RaggedLayout:
         """From CSR ``offsets`` int64 ``[num_reqs + 1]``, which start at 0 and never decrease."""
         values = Converter(Mode.STRICT).host(offsets, "offsets")
         return cls(lengths=lengths_of(values), **fields)
-
-    @property
-    def num_reqs(self) -> int:
-        return len(self.lengths)
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self.offsets[-1])
 
     @cached_property
     def dropped_tokens(self) -> int:
@@ -182,18 +179,18 @@ def _rebuild(*fields: Any) -> RaggedLayout:
 
 def _columns(layout: RaggedLayout) -> tuple[Int64Array, Int64Array, Int64Array]:
     """The three given columns as int64 of one length."""
-    convert = Converter(Mode.STRICT, req_ids=layout.req_ids).host
-    lengths = convert(layout.lengths, "lengths")
-    rows = convert(layout.req_pool_indices, "req_pool_indices")
-    if layout.prefix_lens is None:
-        prefix_lens = np.zeros(len(lengths), dtype=np.int64)
-    else:
-        prefix_lens = convert(layout.prefix_lens, "prefix_lens")
-    given = {"req_pool_indices": rows, "prefix_lens": prefix_lens}
-    if layout.req_ids is not None:
-        given["req_ids"] = np.empty(len(layout.req_ids), dtype=np.bool_)
-    if any(len(column) != len(lengths) for column in given.values()):
-        apply([HasLength(name, "number of requests", lambda _: len(lengths)) for name in given], given)
+    lengths, rows, prefix_lens = layout.lengths, layout.req_pool_indices, layout.prefix_lens
+    if not (is_plain(lengths) and is_plain(rows) and is_plain(prefix_lens)):
+        convert = Converter(Mode.STRICT, req_ids=layout.req_ids).host
+        lengths, rows = convert(lengths, "lengths"), convert(rows, "req_pool_indices")
+        none = np.zeros(len(lengths), dtype=np.int64)
+        prefix_lens = none if prefix_lens is None else convert(prefix_lens, "prefix_lens")
+    num_reqs, ids = len(lengths), layout.req_ids
+    if len(rows) != num_reqs or len(prefix_lens) != num_reqs or (ids is not None and len(ids) != num_reqs):
+        given = {"req_pool_indices": rows, "prefix_lens": prefix_lens}
+        if ids is not None:
+            given["req_ids"] = np.empty(len(ids), dtype=np.bool_)
+        apply([HasLength(name, "number of requests", lambda _: num_reqs) for name in given], given)
     return lengths, rows, prefix_lens
 
 

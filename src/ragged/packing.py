@@ -6,6 +6,7 @@ lengths. Where tokens live elsewhere (they came in on the device) the buffer is 
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -32,6 +33,7 @@ def aligned(num_elements: int) -> int:
     return -(-num_elements // ALIGNMENT) * ALIGNMENT
 
 
+@functools.lru_cache(maxsize=1024)
 def starts(num_reqs: int, num_tiles: int = 0) -> Starts:
     """The format itself. The last start is the header's size.
 

@@ -12,7 +12,7 @@ import attrs
 import numpy as np
 import torch
 
-from ragged.convert import Converter, Int64Array
+from ragged.convert import Converter, Int64Array, is_plain
 from ragged.errors import RaggedError, RaggedTypeError, RaggedValueError, request_name
 from ragged.rules import IsDense, apply
 
@@ -50,6 +50,8 @@ def read_sequences(
 
     A 2-D array or tensor is as many sequences of one length as it has rows.
     """
+    if is_plain(sequences, ndim=2):
+        return Sequences(_equal(sequences), [sequences.reshape(-1)], [])
     if isinstance(sequences, np.ndarray | torch.Tensor):
         apply([IsDense("sequences")], {"sequences": sequences})
         if sequences.ndim == 0:
@@ -58,9 +60,8 @@ def read_sequences(
             )
         # Rows that lie apart go one by one: each is contiguous or refused by itself.
         if sequences.ndim == 2 and _is_contiguous(sequences):
-            num_reqs, length = sequences.shape
             flat = read_flat(sequences.reshape(-1), convert, device)
-            return Sequences(np.full(num_reqs, length, dtype=np.int64), flat.parts, flat.device_parts)
+            return Sequences(_equal(sequences), flat.parts, flat.device_parts)
     if isinstance(sequences, str | bytes) or not isinstance(sequences, Sequence | np.ndarray | torch.Tensor):
         raise RaggedTypeError(
             f"sequences must be a sequence of sequences, got {type(sequences).__name__}",
@@ -164,6 +165,13 @@ def _read_plain(sequences: Any) -> Sequences | None:
 
 def _lengths(sequences: Any) -> Int64Array:
     return np.array(list(map(len, sequences)), dtype=np.int64)
+
+
+def _equal(rows: Any) -> Int64Array:
+    """The lengths of the rows of a 2-D array."""
+    lengths = np.empty(rows.shape[0], dtype=np.int64)
+    lengths.fill(rows.shape[1])
+    return lengths
 
 
 def _is_contiguous(array: Any) -> bool:

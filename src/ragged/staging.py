@@ -52,6 +52,21 @@ def resolve_device(device: object) -> torch.device:
     return torch.device("cuda", index)
 
 
+_streams: dict[tuple[int, int], torch.cuda.Stream] = {}
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+def current_stream(device: torch.device) -> torch.cuda.Stream:
+    """``torch.cuda.current_stream``, which makes a new object at every call (2.9 us; kept ones 0.4, H200 host)."""
+    if _raw_stream is None:
+        return torch.cuda.current_stream(device)
+    key = (device.index, _raw_stream(device.index))
+    stream = _streams.get(key)
+    if stream is None:
+        stream = _streams[key] = torch.cuda.current_stream(device)
+    return stream
+
+
 class StagingRing:
     """A few host slots for one device, reused in turn.
 
@@ -95,10 +110,11 @@ class StagingRing:
         source = slot.tensor[start:stop]
         if self._on_host:
             return source
-        target = source.to(self.device, non_blocking=True)
+        target = torch.empty(stop - start, dtype=torch.int64, device=self.device)
+        target.copy_(source, non_blocking=True)
         if slot.copied is None:
             slot.copied = torch.cuda.Event()
-        slot.copied.record(torch.cuda.current_stream(self.device))
+        slot.copied.record(current_stream(self.device))
         return target
 
     def _allocate(self, num_elements: int) -> Slot:

@@ -1,0 +1,46 @@
+"""Compiling every kernel variant ahead, so that no serving step stalls on a compile."""
+
+from __future__ import annotations
+
+import torch
+
+from kv_canary.report import GuardReport
+from kv_canary.scatter import launch_scatter_req_token_ids_kernel, scatter
+from ragged import Overflow, RaggedBatch
+from ragged.tiles import EVEN_ENOUGH, ONE_WAVE, TILE
+
+_LONG = TILE + 1
+_UNEVEN = [int(ONE_WAVE + 2) * TILE] + [1] * int(2 * EVEN_ENOUGH)
+"""Lengths that take each shape of tile, and the list of tiles."""
+SAMPLES = ([1], [2], [17], [_LONG], _UNEVEN)
+
+
+def warmup(device: torch.device | str) -> None:
+    """Launch every variant of every kernel once on ``device``, with and without a report, on small tables of its own.
+
+    Takes seconds where Triton's cache is cold. Afterwards no batch size, shape or row compiles anything. Launches on
+    the current stream; does nothing that lasts.
+    """
+    pool = torch.zeros((len(_UNEVEN), 1), dtype=torch.int32, device=device)
+    for report in (None, GuardReport.allocate(device)):
+        for lengths in SAMPLES:
+            batch = RaggedBatch.from_sequences(
+                [range(length) for length in lengths],
+                req_pool_indices=range(len(lengths)),
+                device=device,
+                overflow=Overflow.TRUNCATE,
+            )
+            scatter(batch, pool, report=report)
+        for shift in (0, 1):  # a flat vector that is aligned to 16 bytes, and one that is not
+            flat = torch.zeros(3, dtype=torch.int64, device=device)[shift:]
+            offsets = torch.tensor([0, 1], dtype=torch.int64, device=device)
+            rows = torch.zeros(1, dtype=torch.int64, device=device)
+            for prefix_lens in (None, rows):
+                launch_scatter_req_token_ids_kernel(
+                    flat_in=flat,
+                    offsets=offsets,
+                    req_pool_indices=rows,
+                    pool_out=pool,
+                    prefix_lens=prefix_lens,
+                    report=report,
+                )
