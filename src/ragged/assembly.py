@@ -142,11 +142,11 @@ class Assembly:
 
     def extend(self, rows: Any, sequences: Any, prefix_lens: Any, req_ids: Sequence[object] | None) -> None:
         """Many requests at once, one sequence each."""
-        req_ids = as_ids(req_ids)
-        convert = Converter(self.mode, first_request=len(self), req_ids=req_ids)
+        req_ids, first = as_ids(req_ids), len(self)
+        convert = Converter(self.mode, first_request=first, req_ids=req_ids)
         rows = convert.host(rows, "req_pool_indices")
         _same_number(rows, sequences, req_ids)
-        read = read_sequences(sequences, convert, self.ring.device, req_ids, len(self))
+        read = read_sequences(sequences, convert, self.ring.device, req_ids, first)
         self._take(convert, read.lengths, rows, prefix_lens, req_ids, read)
 
     def extend_flat(

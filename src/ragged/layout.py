@@ -215,14 +215,13 @@ def _check(layout: RaggedLayout) -> None:
         raise RaggedOverflowError(
             f"lengths must sum to at most {INT64_MAX}, got {total}", argument="lengths", got=total, bound=INT64_MAX
         )
-    used = rows if np.count_nonzero(lengths) == num_reqs else rows[lengths > 0]
-    used = np.sort(used)
+    used = rows.copy() if np.count_nonzero(lengths) == num_reqs else rows[lengths > 0]
+    used.sort()
     if np.count_nonzero(used[1:] == used[:-1]):
         _name_duplicate(layout)
-    if bounds.padding_row is not None:
-        found = used.searchsorted(bounds.padding_row)
-        if found < len(used) and used[found] == bounds.padding_row:
-            _name_culprit(layout, bounds)
+    padding_row = bounds.padding_row
+    if padding_row is not None and len(used) and used[0] <= padding_row <= used[-1] and padding_row in used:
+        _name_culprit(layout, bounds)
 
 
 def _name_culprit(layout: RaggedLayout, bounds: Bounds) -> None:
