@@ -13,11 +13,12 @@ from ragged import rearrange
 from ragged.bounds import Bounds, Overflow, duplicate_row
 from ragged.convert import Coercion, Converter, Int64Array, Mode
 from ragged.errors import RaggedValueError
+from ragged.join import join
 from ragged.layout import RaggedLayout, as_ids
 from ragged.packing import starts, starts_of, write_header
 from ragged.regroup import Made
 from ragged.rules import HasLength, apply, as_int
-from ragged.sequences import Sequences, join, mixed_devices, read_flat, read_part, read_sequences
+from ragged.sequences import Sequences, mixed_devices, read_flat, read_part, read_sequences
 from ragged.staging import Slot, StagingRing
 from ragged.tokens import NO_COUNTS, TokenRules, WideTokens
 

@@ -131,14 +131,6 @@ def mixed_devices(request: int, req_id: object, device: torch.device) -> RaggedV
     )
 
 
-def join(parts: list[Int64Array], out: Int64Array) -> None:
-    """Write all parts, one after the other, into ``out``."""
-    if len(parts) == 1:
-        out[:] = parts[0]
-    else:
-        np.concatenate(parts, out=out)
-
-
 def _read_plain(sequences: Any) -> Sequences | None:
     """All lists, all int64 numpy arrays or all ``array('q')``: no Python call a request. None where they differ."""
     kinds = set(map(type, sequences))

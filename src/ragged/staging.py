@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import sys
 
 import attrs
+import numpy as np
 import torch
 
 from ragged.convert import Int64Array
 from ragged.errors import RaggedTypeError, RaggedValueError
-from ragged.packing import aligned
 from ragged.rules import as_int
 
 logger = logging.getLogger(__name__)
@@ -17,10 +18,10 @@ logger = logging.getLogger(__name__)
 
 @attrs.define(eq=False)
 class Slot:
-    """Host memory, int64 ``[capacity]``, as a tensor and as an array; ``copied`` marks the end of its last copy."""
+    """Host memory, int64 ``[capacity]``, as an array and, in ``send``, as a tensor; ``copied`` ends its last copy."""
 
-    tensor: torch.Tensor
     array: Int64Array
+    pinned: torch.Tensor | None = None
     copied: torch.cuda.Event | None = None
 
 
@@ -70,13 +71,13 @@ def current_stream(device: torch.device) -> torch.cuda.Stream:
 class StagingRing:
     """A few host slots for one device, reused in turn.
 
-    ``acquire`` is the only thing that makes a slot writable: it waits for that slot's own event first. ``send`` copies
-    on the current stream of the ring's device and records the event behind the copy. On the CPU there is nothing to
-    wait for: each slot is fresh memory, and ``send`` hands that memory itself to the batch.
+    ``acquire`` is the only thing that makes a slot writable, and waits for that slot's own event first. ``send`` copies
+    on the current stream of the ring's device and records the event behind the copy. On the CPU ``send`` hands the
+    memory itself to the batch, and ``acquire`` takes it back once no tensor over it is left.
 
     Args:
         device: where the copies go.
-        num_slots: how many copies may be in flight before ``acquire`` waits.
+        num_slots: how many copies may be in flight before ``acquire`` waits; on the CPU, how many slots are kept.
     """
 
     def __init__(self, device: torch.device | str, num_slots: int = 2) -> None:
@@ -88,46 +89,54 @@ class StagingRing:
 
     def acquire(self, num_elements: int) -> Slot:
         """A writable slot of at least ``num_elements``; waits while its last copy is in flight."""
-        if self._on_host:
-            return self._allocate(num_elements)
         index, self._next = self._next, (self._next + 1) % len(self._slots)
         slot = self._slots[index]
         if slot is not None and slot.copied is not None:
             slot.copied.synchronize()
-        if slot is None or slot.tensor.shape[0] < num_elements:
-            slot = self._allocate(1 << (num_elements - 1).bit_length())
-            self._slots[index] = slot
+        if slot is None or len(slot.array) < num_elements or _is_shared(slot):
+            slot = self._slots[index] = self._allocate(num_elements)
         return slot
 
     def grow(self, slot: Slot, num_elements: int) -> None:
-        """Give an acquired slot more memory, keeping what it holds; capacity at least doubles."""
-        larger = self._allocate(1 << (num_elements - 1).bit_length())
+        """Give an acquired slot more memory, keeping what it holds."""
+        larger = self._allocate(num_elements)
         larger.array[: len(slot.array)] = slot.array
-        slot.tensor, slot.array = larger.tensor, larger.array
+        slot.array, slot.pinned = larger.array, larger.pinned
 
     def send(self, slot: Slot, start: int, stop: int) -> torch.Tensor:
         """Elements ``[start, stop)`` of a slot as a tensor on the device, int64; one copy, no sync."""
-        source = slot.tensor[start:stop]
         if self._on_host:
-            return source
+            # The tensor's storage holds the array, so the array's reference count tells when the last view is gone.
+            return torch.from_numpy(slot.array)[start:stop]
+        host = torch.from_numpy(slot.array) if slot.pinned is None else slot.pinned
         target = torch.empty(stop - start, dtype=torch.int64, device=self.device)
-        target.copy_(source, non_blocking=True)
+        target.copy_(host[start:stop], non_blocking=True)
         if slot.copied is None:
             slot.copied = torch.cuda.Event()
         slot.copied.record(current_stream(self.device))
         return target
 
     def _allocate(self, num_elements: int) -> Slot:
-        num_elements = aligned(max(num_elements, 1))
-        # Our own memory must stay writable whichever mode the caller is in.
-        with torch.inference_mode(False):
-            tensor = None
-            if self._pin:
-                try:
-                    tensor = torch.empty(num_elements, dtype=torch.int64, device="cpu", pin_memory=True)
-                except RuntimeError as error:
-                    self._pin = False
-                    logger.warning("pinning host memory failed, going on unpinned and slower: %s", error)
-            if tensor is None:
-                tensor = torch.empty(num_elements, dtype=torch.int64, device="cpu", pin_memory=False)
-        return Slot(tensor, tensor.numpy())
+        """A power of two, so that batches that grow slowly do not reallocate at every step."""
+        capacity = 1 << (max(num_elements, 1) - 1).bit_length()
+        if self._pin:
+            try:
+                with torch.inference_mode(False):  # our own memory stays writable whichever mode the caller is in
+                    pinned = torch.empty(capacity, dtype=torch.int64, device="cpu", pin_memory=True)
+                return Slot(pinned.numpy(), pinned)
+            except RuntimeError as error:
+                self._pin = False
+                logger.warning("pinning host memory failed, going on unpinned and slower: %s", error)
+        return Slot(np.empty(capacity, dtype=np.int64))
+
+
+def _references(slot: Slot) -> int:
+    return sys.getrefcount(slot.array)
+
+
+_UNSHARED = _references(Slot(np.empty(0, dtype=np.int64)))  # counted, since it differs between Python versions
+
+
+def _is_shared(slot: Slot) -> bool:
+    """Whether anything but its slot still holds its array: a tensor that a batch or a caller kept."""
+    return _references(slot) > _UNSHARED

@@ -7,6 +7,7 @@ import numpy as np
 
 from ragged.convert import Choice, Int64Array
 from ragged.errors import RaggedValueError, request_name
+from ragged.join import exceeds
 from ragged.rules import INT32_MAX, as_int
 
 PLACEHOLDER = -1
@@ -68,8 +69,7 @@ class TokenRules:
         ``token_ids`` are int64 ``[num_tokens]`` and ``offsets`` int64 ``[num_reqs + 1]``; requests are numbered
         from ``first_request``.
         """
-        # As uint64 a negative id is a huge one, so one reduction screens both ends.
-        if token_ids.size == 0 or np.maximum.reduce(token_ids.view(np.uint64)) <= self.largest:
+        if not exceeds(token_ids, self.largest):
             return NO_COUNTS
         placeholder = token_ids == PLACEHOLDER
         wide = token_ids > INT32_MAX
