@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import triton
-from triton import knobs
 
 KNOWN_TRITON = ("3.6",)
 """Versions whose compiled kernels were seen to be launched right this way on a GPU; others take ordinary launches."""
@@ -48,8 +47,7 @@ def launch(
         return
     key = (kernel.fn, index, constants, variant)
     ready = _ready.get(key)
-    hooks = knobs.runtime  # a profiler's hooks want what only the ordinary launch gives them
-    if ready is None or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
+    if ready is None or _is_profiled():
         compiled = kernel[(programs,)](*tensors(), *sizes, *constants)
         if _is_known and index is not None:
             stream_of = triton.runtime.driver.active.get_current_stream
@@ -57,3 +55,9 @@ def launch(
         return
     run, function, metadata, stream_of = ready
     run(programs, 1, 1, stream_of(index), function, metadata, None, None, None, *addresses, *sizes, *constants)
+
+
+def _is_profiled() -> bool:
+    """A profiler's hooks want what only the ordinary launch gives them."""
+    hooks = triton.knobs.runtime
+    return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
