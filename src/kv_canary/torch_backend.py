@@ -54,8 +54,9 @@ def scatter(
 
 def scatter_batch(batch: RaggedBatch, pool_out: torch.Tensor, report: torch.Tensor | None, launch: int) -> None:
     """See ``kv_canary.scatter``."""
-    prefix_lens = batch.prefix_lens if batch.layout.max_prefix_len else None
-    scatter(batch.token_ids, batch.offsets, batch.req_pool_indices, prefix_lens, pool_out, report, launch)
+    # Prefixes are read from the device even where the host knows that all are 0: what is there is what is guarded.
+    columns = (batch.offsets, batch.req_pool_indices, batch.prefix_lens)
+    scatter(batch.token_ids, *columns, pool_out, report, launch)
 
 
 def _fits(token_ids: torch.Tensor) -> torch.Tensor:

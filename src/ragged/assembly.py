@@ -233,7 +233,9 @@ class Assembly:
             first = self._reserve + self._num_tokens
             staged = slot.array[first : first + num_tokens]
             join(read.parts, staged)
-            self._counts += self.token_rules.check(staged, offsets, first_request=len(self), req_ids=req_ids)
+            counts = self.token_rules.check(staged, offsets, first_request=len(self), req_ids=req_ids)
+            if counts is not NO_COUNTS:
+                self._counts += counts
             self._num_tokens += num_tokens
 
     def _room(self, header: int, more_tokens: int) -> Slot:

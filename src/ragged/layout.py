@@ -47,6 +47,7 @@ class RaggedLayout:
     Attributes:
         offsets: int64 ``[num_reqs + 1]``, CSR.
         num_reqs, num_tokens: how many.
+        tiles: int64 ``[num_tiles, 2]``, the work list of unequal lengths, empty for even ones (see ``ragged.tiles``).
         max_len, max_row, max_prefix_len, max_end: the largest length, row, prefix and end column (row -1 for none).
 
     Raises: RaggedTypeError, RaggedValueError, RaggedOverflowError; each names the request, the value and the bound.
@@ -60,6 +61,7 @@ class RaggedLayout:
     offsets: Int64Array = attrs.field(init=False)
     num_reqs: int = attrs.field(init=False)
     num_tokens: int = attrs.field(init=False)
+    tiles: Int64Array = attrs.field(init=False)
     max_len: int = attrs.field(init=False)
     max_row: int = attrs.field(init=False)
     max_prefix_len: int = attrs.field(init=False)
@@ -90,6 +92,7 @@ class RaggedLayout:
         put(self, "max_prefix_len", largest[2])
         put(self, "max_end", largest[3])
         _check(self)
+        put(self, "tiles", list_tiles(self.lengths, self.max_len, self.num_tokens))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (self.lengths, self.req_pool_indices, self.prefix_lens, self.req_ids, self.bounds)
@@ -120,11 +123,6 @@ class RaggedLayout:
             return 0
         beyond = self.prefix_lens + self.lengths - self.bounds.pool_shape[1]
         return int(np.clip(beyond, 0, self.lengths).sum(dtype=np.int64))
-
-    @cached_property
-    def tiles(self) -> Int64Array:
-        """int64 ``[num_tiles, 2]``: the work list of unequal lengths, empty for even ones (see ``ragged.tiles``)."""
-        return list_tiles(self.lengths, self.max_len, self.num_tokens)
 
     def check_pool(self, pool_shape: Sequence[int]) -> None:
         """Hold the layout against a pool's ``(max_reqs, max_context_len)``, under its own overflow policy."""
