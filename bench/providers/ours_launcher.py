@@ -1,0 +1,29 @@
+"""Our drop-in for SGLang's launcher: lengths only on the device, the flat stream."""
+
+from __future__ import annotations
+
+from bench.inputs import InputSet
+from bench.providers.base import Provider
+from bench.providers.ours import backend_of
+from bench.timing import Call
+from kv_canary import GuardReport, launch_scatter_req_token_ids_kernel
+
+
+class OursLauncher(Provider):
+    """The flat stream, with a report."""
+
+    name = "ours_launcher"
+    summary = "launch_scatter_req_token_ids_kernel(..., report=report)"
+
+    def prepare(self, inputs: InputSet) -> Call:
+        batch = inputs.batch
+        arguments = {
+            "flat_in": batch.token_ids,
+            "offsets": batch.offsets,
+            "req_pool_indices": batch.req_pool_indices,
+            "pool_out": inputs.pool,
+            "prefix_lens": batch.prefix_lens if inputs.has_prefixes else None,
+            "report": GuardReport.allocate(inputs.pool.device),
+            "backend": backend_of(inputs.pool.device),
+        }
+        return lambda: launch_scatter_req_token_ids_kernel(**arguments)

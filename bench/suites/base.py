@@ -1,0 +1,38 @@
+"""What a suite is, and what a run of it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import attrs
+import torch
+
+from bench.results import Row
+
+
+@attrs.frozen
+class Settings:
+    """What the command line asked for. ``providers`` empty: all."""
+
+    device: torch.device
+    providers: tuple[str, ...] = ()
+    cases: str = "*"
+    quick: bool = False
+    traces: Path | None = None
+
+    def wants(self, provider: str) -> bool:
+        return not self.providers or provider in self.providers
+
+    def wants_case(self, case: str) -> bool:
+        return fnmatchcase(case, self.cases)
+
+
+@attrs.frozen
+class Suite:
+    """A name, a line about it, and the function that yields its rows."""
+
+    name: str
+    summary: str
+    run: Callable[[Settings], Iterator[Row]]
