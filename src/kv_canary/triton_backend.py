@@ -10,10 +10,10 @@ from ragged import RaggedBatch
 from ragged.packing import addresses
 from ragged.tiles import TILE
 
-BLOCK = 512
-"""Tokens a program of the flat stream."""
-WINDOW = 512
-"""Ends that one load of the search counts, and requests that a request program checks."""
+FLAT = ((65_536, 256, 256), (1 << 62, 512, 64))
+"""The flat stream: up to so many tokens, tokens a program, ends that one load of its search counts. Measured on one
+H200, device guards on, us by (256, 256) and by (512, 64): 256 x 1 3.1, 4.7; 1 of 32,768 among 255 of 0..3 3.1, 4.7;
+64 x 128 2.5, 3.0. Of 256 x 8192 by (512, 512) 20, by (512, 64) 14.9."""
 SHAPES = ((1, 128, 1), (16, 32, 16), (512, 2, 512))
 """Tiles for batches of even lengths: up to so many tokens, requests x columns; longer ones take 1 x TILE. Measured on
 one H200, device guards on, us (floor): 4096 x 1 by 128 x 1 1.9 (1.9); 256 x 128 by 2 x 512 1.9 (2.0), by 32 x 16 2.1;
@@ -32,6 +32,7 @@ def scatter(
     """See ``kv_canary.launch_scatter_req_token_ids_kernel``: lengths are only on the device, so the flat stream."""
     num_tokens, num_reqs = flat_in.shape[0], req_pool_indices.shape[0]
     max_reqs, max_context_len = pool_out.shape
+    block, window = next((block, window) for most, block, window in FLAT if num_tokens <= most)
     tensors = (
         flat_in,
         offsets,
@@ -43,11 +44,11 @@ def scatter(
     launching.launch(
         kernels.scatter_flat,
         pool_out.device,
-        _cdiv(num_tokens, BLOCK) + _cdiv(num_reqs, WINDOW),
+        _cdiv(num_tokens, block) + _cdiv(num_reqs, window),
         lambda: tensors,
         tuple(tensor.data_ptr() for tensor in tensors),
         (num_tokens, num_reqs, max_reqs, max_context_len, pool_out.stride(0), launch),
-        (prefix_lens is not None, report is not None, BLOCK, WINDOW),
+        (prefix_lens is not None, report is not None, block, window),
         variant=flat_in.data_ptr() % 16,
     )
 

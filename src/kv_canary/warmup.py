@@ -12,6 +12,8 @@ from ragged.tiles import EVEN_ENOUGH, ONE_WAVE, TILE
 _LONG = TILE + 1
 _UNEVEN = [int(ONE_WAVE + 2) * TILE] + [1] * int(2 * EVEN_ENOUGH)
 """Lengths that take each shape of tile, and the list of tiles."""
+LARGE_FLAT = 65_537
+"""Tokens that take the flat stream's large blocks."""
 SAMPLES = ([1], [2], [17], [_LONG], _UNEVEN)
 
 
@@ -31,16 +33,17 @@ def warmup(device: torch.device | str) -> None:
                 overflow=Overflow.TRUNCATE,
             )
             scatter(batch, pool, report=report)
-        for shift in (0, 1):  # a flat vector that is aligned to 16 bytes, and one that is not
-            flat = torch.zeros(3, dtype=torch.int64, device=device)[shift:]
-            offsets = torch.tensor([0, 1], dtype=torch.int64, device=device)
-            rows = torch.zeros(1, dtype=torch.int64, device=device)
-            for prefix_lens in (None, rows):
-                launch_scatter_req_token_ids_kernel(
-                    flat_in=flat,
-                    offsets=offsets,
-                    req_pool_indices=rows,
-                    pool_out=pool,
-                    prefix_lens=prefix_lens,
-                    report=report,
-                )
+        for num_tokens in (1, LARGE_FLAT):
+            for shift in (0, 1):  # a flat vector that is aligned to 16 bytes, and one that is not
+                flat = torch.zeros(num_tokens + shift, dtype=torch.int64, device=device)[shift:]
+                offsets = torch.tensor([0, 1], dtype=torch.int64, device=device)
+                rows = torch.zeros(1, dtype=torch.int64, device=device)
+                for prefix_lens in (None, rows):
+                    launch_scatter_req_token_ids_kernel(
+                        flat_in=flat,
+                        offsets=offsets,
+                        req_pool_indices=rows,
+                        pool_out=pool,
+                        prefix_lens=prefix_lens,
+                        report=report,
+                    )

@@ -17,7 +17,7 @@ POISON = -7
 FRAME = 3
 """Rows and columns of poison on each side of a pool."""
 TINY = {
-    "triton_backend": {"BLOCK": 8, "WINDOW": 4, "SHAPES": ((1, 4, 1), (2, 4, 2), (4, 2, 4)), "TILE": 4},
+    "triton_backend": {"FLAT": ((16, 8, 4), (1 << 62, 16, 4)), "SHAPES": ((1, 4, 1), (2, 4, 2), (4, 2, 4)), "TILE": 4},
     "tiles": {"TILE": 4, "ONE_WAVE": 1},
 }
 """Tiles so small that a few tokens fill many blocks, windows, shapes of tile, and lists of tiles."""
