@@ -39,6 +39,12 @@ def prefix_ok(prefix, max_context_len):
 
 
 @triton.jit
+def tile_ok(request, column_tile, num_tokens):
+    """A line of a work list that can be followed; a request beyond the batch is masked like any other lane's."""
+    return (request >= 0) & (column_tile >= 0) & (column_tile <= num_tokens)
+
+
+@triton.jit
 def load_prefix(prefix_lens_ptr, requests, mask, HAS_PREFIX: tl.constexpr):
     """Prefixes of requests, a vector or a scalar; 0 where none are given."""
     if HAS_PREFIX:

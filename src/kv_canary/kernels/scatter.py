@@ -15,6 +15,7 @@ from kv_canary.kernels._guards import (
     report_requests,
     report_tokens,
     row_ok,
+    tile_ok,
 )
 from kv_canary.kernels._search import bisect_ends, count_ends
 
@@ -217,8 +218,11 @@ def scatter_tiles(
     """
     program = tl.program_id(0).to(tl.int64)  # the one widening: every address below derives from int64
     if LISTED:
-        requests = tl.load(tiles_ptr + 2 * program) + tl.arange(0, REQUESTS)  # [REQUESTS] int64
+        request = tl.load(tiles_ptr + 2 * program)
         column_tile = tl.load(tiles_ptr + 2 * program + 1)
+        ok = tile_ok(request, column_tile, num_tokens)
+        requests = tl.where(ok, request, num_reqs) + tl.arange(0, REQUESTS)  # [REQUESTS] int64
+        column_tile = tl.where(ok, column_tile, 0)
     else:
         column_tile = program % column_tiles
         requests = program // column_tiles * REQUESTS + tl.arange(0, REQUESTS)  # [REQUESTS] int64
