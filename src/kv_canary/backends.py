@@ -30,15 +30,15 @@ def resolve(backend: str, device: torch.device) -> ModuleType:
     Raises: RaggedValueError for an unknown name, and for ``"triton"`` where it cannot run: not installed, or on the CPU
         without ``TRITON_INTERPRET=1``.
     """
+    if backend not in BACKENDS:
+        raise RaggedValueError(
+            f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}", argument="backend", got=backend
+        )
     return _resolve(backend, device.type)
 
 
 @functools.cache
 def _resolve(backend: str, device_type: str) -> ModuleType:
-    if backend not in BACKENDS:
-        raise RaggedValueError(
-            f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}", argument="backend", got=backend
-        )
     if backend == "auto":
         backend = "triton" if device_type == "cuda" and has_triton() else "torch"
     if backend == "triton" and not has_triton():

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ragged import Mode
+from ragged import Mode, RaggedError
 from ragged.convert import Coercion, Converter
 from ragged.rules import (
     Arrays,
@@ -16,6 +16,8 @@ from ragged.rules import (
     HasNDim,
     HasOwnRows,
     IsContiguous,
+    IsDense,
+    IsInteger,
     NoOverlap,
     OnDevice,
     Rule,
@@ -58,12 +60,15 @@ POOL_MEMORY: list[Rule] = [HasOwnRows("pool_out")]
 _dimensions, _dtypes, _ours = _of_inputs(INPUTS)
 _prefix_dimensions, _prefix_dtypes, _prefix_ours = _of_inputs([OPTIONAL])
 
-DIMENSIONS: list[Rule] = [*_dimensions, *POOL_SHAPE]
+DENSE: list[Rule] = [IsDense(name) for name in (*INPUTS, "pool_out")]
+"""First of all: a sparse or nested tensor has no strides, or no shape, that the other rules could read."""
+DIMENSIONS: list[Rule] = [*DENSE, *_dimensions, *POOL_SHAPE]
 DTYPES: list[Rule] = [*_dtypes, *POOL_DTYPE]
 LENGTHS: list[Rule] = [HasLength("offsets", "bs+1", lambda arrays: _num_reqs(arrays) + 1)]
 OURS: list[Rule] = [*POOL_MEMORY, *_ours]
-PREFIX_DIMENSIONS = _prefix_dimensions
-PREFIX: list[Rule] = [*_prefix_dtypes, HasLength(OPTIONAL, "bs", _num_reqs), *_prefix_ours]
+PREFIX_DIMENSIONS: list[Rule] = [IsDense(OPTIONAL), *_prefix_dimensions]
+PREFIX: list[Rule] = [*_prefix_dtypes, HasLength(OPTIONAL, "bs", _num_reqs)]
+PREFIX_OURS = _prefix_ours
 
 
 def check_scatter(arrays: dict[str, Any], mode: Mode) -> tuple[dict[str, Any], list[Coercion]]:
@@ -79,16 +84,28 @@ def check_scatter(arrays: dict[str, Any], mode: Mode) -> tuple[dict[str, Any], l
         apply(PREFIX_DIMENSIONS, arrays, where=SCATTER)
     coercions: list[Coercion] = []
     if mode is Mode.COERCE:
-        apply(POOL_DTYPE, arrays, where=SCATTER)
-        convert, device = Converter(mode, coercions), _pool_device(arrays)
         names = (*INPUTS, OPTIONAL) if prefix else INPUTS
-        arrays = arrays | {name: convert.device(arrays[name], name, device) for name in names}
+        apply(
+            [*(IsInteger(name) for name in INPUTS), *POOL_DTYPE], arrays, where=SCATTER
+        )  # before anything is paid for
+        arrays = arrays | _converted(arrays, names, Converter(mode, coercions))
     apply(DTYPES, arrays, where=SCATTER)
     apply(LENGTHS, arrays, where=SCATTER)
     if prefix:
         apply(PREFIX, arrays, where=SCATTER)
     apply(OURS, arrays, where=SCATTER)
+    if prefix:
+        apply(PREFIX_OURS, arrays, where=SCATTER)
     return arrays, coercions
+
+
+def _converted(arrays: Arrays, names: Sequence[str], convert: Converter) -> dict[str, Any]:
+    device = _pool_device(arrays)
+    try:
+        return {name: convert.device(arrays[name], name, device) for name in names}
+    except RaggedError as error:
+        error.args = (SCATTER + error.args[0],)
+        raise
 
 
 BATCH_POOL: list[Rule] = [
@@ -110,6 +127,8 @@ def check_pool(packed: torch.Tensor, pool_out: torch.Tensor) -> None:
     Raises: RaggedValueError, RaggedTypeError.
     """
     arrays = {"packed": packed, "pool_out": pool_out}
+    if pool_out.layout is not torch.strided or pool_out.is_nested:
+        apply(DENSE[-1:], arrays, where=SCATTER)
     looks = (pool_out.dtype, pool_out.shape, pool_out.stride(), pool_out.device, packed.device)
     span = _accepted.get(looks)
     if span is None:

@@ -37,6 +37,7 @@ def scatter(
     check_pool(batch.packed, pool)
     layout = batch.layout
     layout.check_pool(pool.shape)
+    _check_report(report, pool)
     run = backends.resolve(backend, pool.device)
     if layout.num_reqs and (report is not None or (layout.num_tokens and pool.numel())):
         run.scatter_batch(batch, pool, *_begin(report, pool, layout.num_tokens, layout.req_ids))
@@ -76,10 +77,11 @@ def launch_scatter_req_token_ids_kernel(
         given["prefix_lens"] = prefix_lens
     _check_tensors(given)
     arrays, coercions = check_scatter(given, Mode(mode))
+    _check_report(report, pool_out)
+    run = backends.resolve(backend, pool_out.device)
     if report is not None:
         report.coercions += coercions
     flat, rows = arrays["flat_in"], arrays["req_pool_indices"]
-    run = backends.resolve(backend, pool_out.device)
     # Nothing to write, nothing launched; but a report has requests without tokens checked too.
     if rows.shape[0] and (report is not None or (flat.shape[0] and pool_out.numel())):
         table, number = _begin(report, pool_out, flat.shape[0], None)
@@ -96,12 +98,15 @@ def _check_tensors(arrays: dict[str, torch.Tensor]) -> None:
             )
 
 
-def _begin(
-    report: GuardReport | None, pool: torch.Tensor, num_tokens: int, req_ids: tuple[object, ...] | None
-) -> tuple[torch.Tensor | None, int]:
-    """The report's table and the number of this launch in it."""
+def _check_report(report: GuardReport | None, pool: torch.Tensor) -> None:
     if report is None:
-        return None, 0
+        return
+    if not isinstance(report, GuardReport):
+        raise RaggedTypeError(
+            f"{SCATTER}report must be a GuardReport, got {type(report).__name__}",
+            argument="report",
+            got=type(report).__name__,
+        )
     if report.device != pool.device:
         raise RaggedValueError(
             f"{SCATTER}report is on {report.device}, pool_out is on {pool.device}",
@@ -109,4 +114,10 @@ def _begin(
             got=str(report.device),
             bound=str(pool.device),
         )
-    return report.table, report.begin(req_ids, num_tokens, pool.shape)
+
+
+def _begin(
+    report: GuardReport | None, pool: torch.Tensor, num_tokens: int, req_ids: tuple[object, ...] | None
+) -> tuple[torch.Tensor | None, int]:
+    """The report's table and the number of this launch in it."""
+    return (None, 0) if report is None else (report.table, report.begin(req_ids, num_tokens, pool.shape))
