@@ -20,12 +20,11 @@ def plot(results: Results, path: Path) -> None:
         raise ValueError("nothing was measured, so there is nothing to plot")
     counts = [len({(row.case, row.metric) for row in results.rows if row.suite == suite}) for suite in suites]
     figure, axes = pyplot.subplots(
-        len(suites), 1, figsize=(max(8.0, 0.75 * max(counts)), 4.2 * len(suites)), squeeze=False
+        len(suites), 1, figsize=(max(8.0, 0.75 * max(counts)), 4.2 * len(suites)), squeeze=False, layout="constrained"
     )
     for axis, suite in zip(axes[:, 0], suites, strict=True):
         _panel(axis, suite, [row for row in results.rows if row.suite == suite and row.median is not None])
     figure.suptitle(f"{results.environment['device']}, torch {results.environment['versions']['torch']}", fontsize=10)
-    figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
@@ -46,4 +45,4 @@ def _panel(axis, suite: str, rows: list[Row]) -> None:
     metrics = {metric for _, metric in places}
     names = [case if len(metrics) == 1 else f"{case} {metric}" for case, metric in places]
     axis.set_xticks(range(len(places)), names, rotation=35, ha="right", fontsize=8)
-    axis.legend(fontsize=7, ncols=min(len(providers), 5))
+    axis.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))

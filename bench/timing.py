@@ -20,6 +20,9 @@ LAUNCHES = 24
 BACK_TO_BACK = 50
 """Calls between syncs: far fewer than the queue of a stream holds, so that none waits for the device."""
 
+SECONDS, FEWEST = 4.0, 5
+"""A host measurement that has taken so long ends, once it has FEWEST samples: for slow calls, most of all on a CPU."""
+
 
 @attrs.frozen
 class Sample:
@@ -53,7 +56,7 @@ def cpu_time(calls: Sequence[Call], *, quick: bool = False) -> Sample:
         call()
     times = []
     with _no_collection():
-        for repeat in range(5 if quick else 50):
+        for repeat in _within_budget(5 if quick else 50):
             begin = perf_counter_ns()
             calls[repeat % len(calls)]()
             times.append((perf_counter_ns() - begin) / 1e3)
@@ -100,12 +103,12 @@ def _between_events(call: Call) -> float:
 
 def back_to_back_time(calls: Sequence[Call], device: torch.device, *, quick: bool = False) -> Sample:
     """Host time an asynchronous call; the device is waited for outside the timed part."""
-    repeats, count = (3, 5) if quick else (60, BACK_TO_BACK)
+    repeats, count = (3, 5) if quick else (60, BACK_TO_BACK if device.type == "cuda" else 1)
     for call in calls:
         call()
     times = []
     with _no_collection():
-        for _ in range(repeats):
+        for _ in _within_budget(repeats):
             synchronize(device)
             begin = perf_counter_ns()
             for index in range(count):
@@ -123,7 +126,7 @@ def step_time(
         calls[index % len(calls)]()
     host, wall = [], []
     with _no_collection():
-        for index in range(5 if quick else repeats):
+        for index in _within_budget(5 if quick else repeats):
             synchronize(device)
             begin = perf_counter_ns()
             calls[index % len(calls)]()
@@ -132,6 +135,14 @@ def step_time(
             wall.append((perf_counter_ns() - begin) / 1e3)
             host.append((returned - begin) / 1e3)
     return Sample.from_times(host), Sample.from_times(wall)
+
+
+def _within_budget(repeats: int) -> Iterator[int]:
+    begin = perf_counter_ns()
+    for repeat in range(repeats):
+        if repeat >= FEWEST and perf_counter_ns() - begin > SECONDS * 1e9:
+            return
+        yield repeat
 
 
 def synchronize(device: torch.device) -> None:

@@ -22,6 +22,11 @@ class Settings:
     quick: bool = False
     traces: Path | None = None
 
+    @property
+    def has_targets(self) -> bool:
+        """Targets for device code are those of issue 3, for a GPU and the full cases."""
+        return self.device.type == "cuda" and not self.quick
+
     def wants(self, provider: str) -> bool:
         return not self.providers or provider in self.providers
 

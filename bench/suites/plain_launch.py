@@ -16,7 +16,7 @@ def make(batch: RaggedBatch, pool: torch.Tensor) -> Call:
     from kv_canary import triton_backend
     from kv_canary.kernels.scatter import scatter_flat
 
-    block, window = triton_backend.BLOCK, triton_backend.WINDOW
+    block, window = triton_backend.FLAT[0][1:]
     programs = -(-batch.num_tokens // block) + -(-batch.num_reqs // window)
     tensors = (batch.token_ids, batch.offsets, batch.req_pool_indices, batch.prefix_lens, pool, batch.offsets)
     sizes = (batch.num_tokens, batch.num_reqs, *pool.shape, pool.stride(0), 0)

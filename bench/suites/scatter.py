@@ -22,7 +22,7 @@ def run(settings: Settings) -> Iterator[Row]:
     names = [name for name in PROVIDERS if settings.wants(name) or name == BASELINE]
     for case in select(settings.cases, quick=settings.quick, traces=settings.traces):
         for row in compare_to(time_case("scatter", case, names, settings), BASELINE):
-            yield attrs.evolve(row, limit=_limit(row))
+            yield attrs.evolve(row, limit=_limit(row) if settings.has_targets else None)
 
 
 def _limit(row: Row) -> float | None:

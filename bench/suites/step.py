@@ -161,7 +161,7 @@ def _time_step(step: Step, settings: Settings) -> Iterator[Row]:
     quick, device = settings.quick, settings.device
     world = World.make(device, QUICK_REQS if quick else step.num_reqs, QUICK_LENGTH if quick else LENGTH)
     row = Row("step", step.name, step.provider, "host", "quick" if quick else "", *_sizes(step, world))
-    row = attrs.evolve(row, limit=None if quick else step.host_limit, limit_on="median")
+    row = attrs.evolve(row, limit=step.host_limit if settings.has_targets else None, limit_on="median")
     try:
         call = step.make(world)
         _check(step, world, call)
@@ -173,7 +173,7 @@ def _time_step(step: Step, settings: Settings) -> Iterator[Row]:
         yield attrs.evolve(row, missing=str(reason))
         return
     yield row.timed(host)
-    yield attrs.evolve(row, metric="wall", limit=None if quick else step.wall_limit).timed(wall)
+    yield attrs.evolve(row, metric="wall", limit=step.wall_limit if settings.has_targets else None).timed(wall)
 
 
 def _sizes(step: Step, world: World) -> tuple[int, int]:

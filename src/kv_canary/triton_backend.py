@@ -14,9 +14,9 @@ FLAT = ((65_536, 256, 256), (1 << 62, 512, 64))
 """The flat stream: up to so many tokens, tokens a program, ends that one load of its search counts. Measured on one
 H200, device guards on, us by (256, 256) and by (512, 64): 256 x 1 3.1, 4.7; 1 of 32,768 among 255 of 0..3 3.1, 4.7;
 64 x 128 2.5, 3.0. Of 256 x 8192 by (512, 512) 20, by (512, 64) 14.9."""
-SHAPES = ((1, 128, 1), (16, 32, 16), (512, 2, 512))
+SHAPES = ((1, 128, 1), (16, 32, 16), (128, 4, 128), (512, 2, 512))
 """Tiles for batches of even lengths: up to so many tokens, requests x columns; longer ones take 1 x TILE. Measured on
-one H200, device guards on, us (floor): 4096 x 1 by 128 x 1 1.9 (1.9); 256 x 128 by 2 x 512 1.9 (2.0), by 32 x 16 2.1;
+one H200, device guards on, us (floor): 4096 x 1 by 128 x 1 1.9 (1.9); 10,000 x 100 by 4 x 128 8.7 (5.2), by 2 x 512 12.6;
 4096 x 512 by 2 x 512 9.4 (8.2), by 1 x 1024 9.8."""
 
 

@@ -14,7 +14,7 @@ _UNEVEN = [int(ONE_WAVE + 2) * TILE] + [1] * int(2 * EVEN_ENOUGH)
 """Lengths that take each shape of tile, and the list of tiles."""
 LARGE_FLAT = 65_537
 """Tokens that take the flat stream's large blocks."""
-SAMPLES = ([1], [2], [17], [_LONG], _UNEVEN)
+SAMPLES = ([1], [2], [17], [129], [_LONG], _UNEVEN)
 
 
 def warmup(device: torch.device | str) -> None:
