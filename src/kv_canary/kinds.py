@@ -14,6 +14,8 @@ DROPPED = 4
 
 GUARDS = ("offsets", "row", "prefix", "token", "dropped")
 """Names by code."""
+ARGUMENTS = ("offsets", "req_pool_indices", "prefix_lens", "flat_in", "flat_in")
+"""The argument at fault, by code."""
 FAULTS = (OFFSETS, ROW, PREFIX, TOKEN)
 """The kinds that ``raise_if_any`` raises for."""
 

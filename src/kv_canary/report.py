@@ -35,7 +35,7 @@ class GuardViolation(RaggedError):
         super().__init__(message)
         self.offender = offender
         if offender is not None:
-            self.argument, self.request, self.req_id = offender.kind, offender.request, offender.req_id
+            self.argument, self.request, self.req_id = offender.argument, offender.request, offender.req_id
             self.got = offender.value
 
 
@@ -50,6 +50,11 @@ class Offender:
     value: int
     launch: int
     message: str
+
+    @property
+    def argument(self) -> str:
+        """The launcher's argument at fault."""
+        return kinds.ARGUMENTS[kinds.GUARDS.index(self.kind)]
 
     @property
     def whose(self) -> str:
