@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import attrs
 
 from bench.results import Results, Row
@@ -19,16 +21,15 @@ class Change:
 
     @property
     def factor(self) -> float:
-        return (self.new.median or 0.0) / (self.old.median or 1.0)
+        return self.new.sample.median / self.old.sample.median
 
     @property
     def verdict(self) -> str:
         """Changed where the middle 80% of the two runs do not overlap."""
-        assert self.old.p10 is not None and self.old.p90 is not None
-        assert self.new.p10 is not None and self.new.p90 is not None
-        if self.new.p10 > self.old.p90 and self.factor > 1 + LEAST:
+        old, new = self.old.sample, self.new.sample
+        if new.p10 > old.p90 and self.factor > 1 + LEAST:
             return "slower"
-        if self.new.p90 < self.old.p10 and self.factor < 1 - LEAST:
+        if new.p90 < old.p10 and self.factor < 1 - LEAST:
             return "faster"
         return "same"
 
@@ -55,7 +56,7 @@ def compare(old: Results, new: Results) -> Comparison:
     )
 
 
-def _differences(old: dict, new: dict) -> list[str]:
+def _differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """What about the machines makes a comparison doubtful."""
     flat = [{**{k: env.get(k) for k in ("device", "threads", "quick")}, **env["versions"]} for env in (old, new)]
     names = [name for name in flat[0] | flat[1] if name != "ragged-kv-canary"]

@@ -15,9 +15,10 @@ POISON = -7
 VOCAB_SIZE = 150_000
 WANTED_BYTES = 150_000_000
 """Of all sets of a case together: well over an H200's L2 cache of 60 MB."""
-FEWEST_SETS, MOST_SETS = 3, 24
-LARGE_POOL_BYTES, LARGE_POOLS = 200_000_000, 4
-"""Pools larger than so many bytes are shared: sets take turns with so many of them."""
+FEWEST_SETS, MOST_SETS = 3, 384
+"""384 sets of 32,768 tokens still exceed it; of much smaller cases no number of sets would."""
+POOL_BYTES, FEWEST_POOLS = 16_000_000_000, 4
+"""Of all pools of a case together; where that is fewer pools than sets, sets take turns with them."""
 
 
 @attrs.frozen(eq=False)
@@ -41,10 +42,14 @@ class Inputs:
     expected: torch.Tensor
 
 
+def set_bytes(num_tokens: int, num_reqs: int) -> int:
+    """What a scatter moves: a token is read as 8 bytes and written as 4, a request is three numbers."""
+    return 12 * num_tokens + 24 * num_reqs
+
+
 def num_sets(num_tokens: int, num_reqs: int) -> int:
-    """How many sets exceed the L2 cache, within bounds: a token is read as 8 bytes and written as 4."""
-    bytes_each = 12 * num_tokens + 24 * num_reqs
-    return min(max(FEWEST_SETS, -(-WANTED_BYTES // max(bytes_each, 1))), MOST_SETS)
+    """How many sets exceed the L2 cache, within bounds."""
+    return min(max(FEWEST_SETS, -(-WANTED_BYTES // max(set_bytes(num_tokens, num_reqs), 1))), MOST_SETS)
 
 
 def make_inputs(case: Case, device: torch.device) -> Inputs:
@@ -53,12 +58,9 @@ def make_inputs(case: Case, device: torch.device) -> Inputs:
     rng = np.random.default_rng(1)
     num_tokens, num_reqs = int(lengths.sum()), len(lengths)
     count = num_sets(num_tokens, num_reqs) if device.type == "cuda" else 2
-    large = 4 * num_reqs * case.max_context_len > LARGE_POOL_BYTES
     shape = (num_reqs, case.max_context_len)
-    pools = [
-        torch.full(shape, POISON, dtype=torch.int32, device=device)
-        for _ in range(min(count, LARGE_POOLS) if large else count)
-    ]
+    num_pools = min(count, max(FEWEST_POOLS, POOL_BYTES // max(4 * num_reqs * case.max_context_len, 1)))
+    pools = [torch.full(shape, POISON, dtype=torch.int32, device=device) for _ in range(num_pools)]
     sets, first_tokens = [], np.empty(0, np.int64)
     for index in range(count):
         token_ids = rng.integers(0, VOCAB_SIZE, num_tokens)

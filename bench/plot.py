@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from bench.results import Results, Row
-from bench.timing import Sample
 
 
 def plot(results: Results, path: Path) -> None:
@@ -29,13 +29,13 @@ def plot(results: Results, path: Path) -> None:
     pyplot.close(figure)
 
 
-def _panel(axis, suite: str, rows: list[Row]) -> None:
+def _panel(axis: Any, suite: str, rows: list[Row]) -> None:
     places = list(dict.fromkeys((row.case, row.metric) for row in rows))
     providers = list(dict.fromkeys(row.provider for row in rows))
     width = 0.85 / len(providers)
     for index, provider in enumerate(providers):
         mine = [row for row in rows if row.provider == provider]
-        samples = [Sample(row.median, row.p10, row.p90, row.repeats) for row in mine]
+        samples = [row.sample for row in mine]
         at = [places.index((row.case, row.metric)) + (index - (len(providers) - 1) / 2) * width for row in mine]
         spread = [[max(s.median - s.p10, 0) for s in samples], [max(s.p90 - s.median, 0) for s in samples]]
         axis.bar(at, [s.median for s in samples], width, yerr=spread, label=provider, error_kw={"linewidth": 0.6})

@@ -28,6 +28,7 @@ CLOCKS = ("clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem", "tempera
 class Row:
     """One measurement, or why there is none (``missing``). Times in microseconds a call.
 
+    ``num_sets`` input sets took turns, which move ``set_bytes`` together: cached where the L2 is larger.
     ``failed``: it is missing because its result was wrong or it broke, not because it does not apply here.
     ``ratio`` is to the ``baseline`` provider on the same case; ``limit`` bounds what ``limit_on`` names: the ratio or
     the median.
@@ -50,6 +51,8 @@ class Row:
     limit_on: str = "ratio"
     missing: str | None = None
     failed: bool = False
+    num_sets: int = 0
+    set_bytes: int = 0
 
     @property
     def key(self) -> tuple[str, str, str, str]:
@@ -60,6 +63,12 @@ class Row:
         """Whether the limit is kept; None where there is none."""
         value = self.ratio if self.limit_on == "ratio" else self.median
         return None if self.limit is None or value is None else value <= self.limit
+
+    @property
+    def sample(self) -> Sample:
+        """What was measured; only where it was."""
+        assert self.median is not None and self.p10 is not None and self.p90 is not None
+        return Sample(self.median, self.p10, self.p90, self.repeats)
 
     def timed(self, sample: Sample) -> Row:
         return attrs.evolve(self, **attrs.asdict(sample))

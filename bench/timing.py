@@ -15,8 +15,9 @@ Call = Callable[[], object]
 
 REPLAYS = 60
 """Timed replays of a graph."""
-LAUNCHES = 24
-"""Launches that a graph has at least, so that the cost of starting it is spread thin."""
+LAUNCHES, GRAPH_US = 24, 400.0
+"""Calls that a graph has at least, and how long it takes at least: starting it costs a few microseconds, which would
+draw the ratio of two short kernels towards 1."""
 BACK_TO_BACK = 50
 """Calls between syncs: far fewer than the queue of a stream holds, so that none waits for the device."""
 
@@ -72,16 +73,27 @@ def _graph_time(calls: Sequence[Call], device: torch.device, quick: bool) -> Sam
                 call()  # compiles, and allocates what is allocated once
         torch.cuda.synchronize()
         rounds = -(-LAUNCHES // len(calls))
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(rounds):
-                for call in calls:
-                    call()
+        graph = _capture(calls, rounds)
+        graph.replay()
+        longer = int(GRAPH_US / _between_events(graph.replay)) + 1
+        if longer > 1:
+            graph.reset()
+            rounds *= longer
+            graph = _capture(calls, rounds)
         for _ in range(3):
             graph.replay()
         times = [_between_events(graph.replay) / (rounds * len(calls)) for _ in range(5 if quick else REPLAYS)]
         graph.reset()
     return Sample.from_times(times)
+
+
+def _capture(calls: Sequence[Call], rounds: int) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(rounds):
+            for call in calls:
+                call()
+    return graph
 
 
 def _event_time(calls: Sequence[Call], device: torch.device, quick: bool) -> Sample:
@@ -98,7 +110,7 @@ def _between_events(call: Call) -> float:
     call()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) * 1e3
+    return float(begin.elapsed_time(end)) * 1e3
 
 
 def back_to_back_time(calls: Sequence[Call], device: torch.device, *, quick: bool = False) -> Sample:

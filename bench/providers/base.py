@@ -31,6 +31,10 @@ class Provider:
         """A call without arguments that scatters this set; what it needs besides is made here, untimed."""
         raise NotImplementedError
 
+    def launches(self, inputs: InputSet) -> int:
+        """About how many kernels a call launches."""
+        return 1
+
     def output(self, inputs: InputSet) -> torch.Tensor:
         """Where the call prepared last leaves its result."""
         return inputs.pool

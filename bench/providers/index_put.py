@@ -15,6 +15,9 @@ class IndexPut(Provider):
     name = "index_put"
     summary = "torch: rows and columns from offsets, then one index_put_; no guards"
 
+    def launches(self, inputs: InputSet) -> int:
+        return 12
+
     def prepare(self, inputs: InputSet) -> Call:
         batch, pool, num_tokens = inputs.batch, inputs.pool, inputs.batch.num_tokens
         token_ids, offsets = batch.token_ids, batch.offsets

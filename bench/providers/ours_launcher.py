@@ -17,13 +17,16 @@ class OursLauncher(Provider):
 
     def prepare(self, inputs: InputSet) -> Call:
         batch = inputs.batch
-        arguments = {
-            "flat_in": batch.token_ids,
-            "offsets": batch.offsets,
-            "req_pool_indices": batch.req_pool_indices,
-            "pool_out": inputs.pool,
-            "prefix_lens": batch.prefix_lens if inputs.has_prefixes else None,
-            "report": GuardReport.allocate(inputs.pool.device),
-            "backend": backend_of(inputs.pool.device),
-        }
-        return lambda: launch_scatter_req_token_ids_kernel(**arguments)
+        flat_in, offsets, rows = batch.token_ids, batch.offsets, batch.req_pool_indices
+        prefix_lens = batch.prefix_lens if inputs.has_prefixes else None
+        pool, report = inputs.pool, GuardReport.allocate(inputs.pool.device)
+        backend = backend_of(pool.device)
+        return lambda: launch_scatter_req_token_ids_kernel(
+            flat_in=flat_in,
+            offsets=offsets,
+            req_pool_indices=rows,
+            pool_out=pool,
+            prefix_lens=prefix_lens,
+            report=report,
+            backend=backend,
+        )

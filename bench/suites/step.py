@@ -40,7 +40,7 @@ class World:
         tokens = rng.integers(0, 150_000, (num_reqs, length))
         return cls(device, tokens, rng.permutation(num_reqs), pool, GuardReport.allocate(device))
 
-    def parts(self) -> list[array.array]:
+    def parts(self) -> list[array.array[int]]:
         """The history as an engine holds it."""
         return [array.array("q", line.tobytes()) for line in self.tokens]
 

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from bench.cases import CASES, GROWTH, QUICK, SHAPE, TRACE, from_traces, select
-from bench.inputs import POISON, make_inputs, num_sets
+from bench.inputs import MOST_SETS, POISON, make_inputs, num_sets, set_bytes
 
 SHAPES = {  # name: requests, tokens (None where they are drawn), columns
     "1_of_8192": (1, 8192, 8192),
@@ -76,7 +76,8 @@ def test_a_folder_of_traces_adds_a_prefill_and_a_decode_step_a_file(tmp_path):
 def test_sets_exceed_the_cache_within_bounds():
     assert num_sets(8_388_608, 256) == 3
     assert num_sets(2_097_152, 256) * 2_097_152 * 12 > 120_000_000
-    assert num_sets(256, 256) == num_sets(0, 0) == 24
+    assert num_sets(32_768, 256) * set_bytes(32_768, 256) > 120_000_000
+    assert num_sets(256, 256) == num_sets(0, 0) == MOST_SETS
 
 
 def test_sets_differ_in_tokens_rows_and_pool_and_expect_what_a_loop_writes():
