@@ -130,22 +130,28 @@ class Converter:
             error.argument, error.request, error.req_id = argument, request, req_id
             raise
 
-    def device(self, tensor: torch.Tensor, argument: str, device: torch.device) -> torch.Tensor:
-        """int64, contiguous, on ``device``; the dimensions are the caller's to check."""
-        self._demand(IsDense(argument), tensor)
-        self._demand(IsInteger(argument), tensor)
+    def device(
+        self, tensor: torch.Tensor, subject: str, device: torch.device, argument: str | None = None
+    ) -> torch.Tensor:
+        """int64, contiguous, on ``device``; the dimensions are the caller's to check.
+
+        ``subject`` is the name in messages, ``argument`` the one in the record where that is shorter.
+        """
+        argument = argument or subject
+        self._demand(IsDense(subject), tensor)
+        self._demand(IsInteger(subject), tensor)
         if dtype_name(tensor) != "int64":
-            self._demand_or(HasDtype(argument), tensor)
+            self._demand_or(HasDtype(subject), tensor)
             if tensor.dtype == torch.uint64:
-                _refuse_large(tensor.cpu().numpy(), argument)  # syncs: the price of coercing uint64
+                _refuse_large(tensor.cpu().numpy(), subject)  # syncs: the price of coercing uint64
             tensor = self._record(tensor, tensor.to(torch.int64), argument, dtype_name)
         if tensor.device != device:
-            self._demand_or(OnDevice(argument, "the batch", lambda _: device), tensor)
-            _refuse_meta(tensor, argument)
+            self._demand_or(OnDevice(subject, "the batch", lambda _: device), tensor)
+            _refuse_meta(tensor, subject)
             tensor = self._record(tensor, tensor.to(device), argument, lambda t: str(t.device))
         if not tensor.is_contiguous():
             if tensor.dim() == 1:
-                self._demand_or(IsContiguous(argument), tensor)
+                self._demand_or(IsContiguous(subject), tensor)
             tensor = self._record(tensor, tensor.contiguous(), argument, _how_strided)
         return tensor
 

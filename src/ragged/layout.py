@@ -215,11 +215,11 @@ def _check(layout: RaggedLayout) -> None:
         )
     used = rows.copy() if np.count_nonzero(lengths) == num_reqs else rows[lengths > 0]
     used.sort()
-    if np.count_nonzero(used[1:] == used[:-1]):
-        _name_duplicate(layout)
     padding_row = bounds.padding_row
     if padding_row is not None and len(used) and used[0] <= padding_row <= used[-1] and padding_row in used:
         _name_culprit(layout, bounds)
+    if np.count_nonzero(used[1:] == used[:-1]):
+        _name_duplicate(layout)
 
 
 def _name_culprit(layout: RaggedLayout, bounds: Bounds) -> None:

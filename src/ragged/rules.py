@@ -274,12 +274,14 @@ def as_int(
     Raises: RaggedTypeError, RaggedOverflowError, RaggedValueError, in this order.
     """
     kind: type[RaggedError]
+    kind: type[RaggedError]
+    bound: int | None = None
     if not is_number(value):
-        says, kind, bound = f"must be an int, got {type(value).__name__} {value!r}", RaggedTypeError, None
+        kind, says = RaggedTypeError, f"must be an int, got {type(value).__name__} {value!r}"
     elif not -INT64_MAX - 1 <= value <= INT64_MAX:
-        says, kind, bound = f"must fit int64, got {value}", RaggedOverflowError, INT64_MAX
+        kind, says, bound = RaggedOverflowError, f"must fit int64, got {value}", INT64_MAX
     elif least is not None and value < least:
-        says, kind, bound = f"must be at least {least}, got {value}", RaggedValueError, least
+        kind, says, bound = RaggedValueError, f"must be at least {least}, got {value}", least
     else:
         return int(value)
     where = "" if request is None else f" at {request_name(request, req_id)}"

@@ -112,7 +112,7 @@ def read_part(
                 bound=1,
             )
         try:
-            return convert.device(value, name, device)
+            return convert.device(value, name, device, "token_ids")
         except RaggedError as error:
             error.argument, error.request, error.req_id = "token_ids", request, req_id
             raise
