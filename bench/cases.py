@@ -115,12 +115,12 @@ CASES = (
 )
 
 
-def select(glob: str = "*", *, quick: bool = False, traces: Path | None = None) -> list[Case]:
-    """The cases whose names match; with ``quick`` the tiny ones instead of all others."""
+def select(*globs: str, quick: bool = False, traces: Path | None = None) -> list[Case]:
+    """Cases whose names match a glob, all where none is given; with ``quick`` the tiny ones instead of all others."""
     known = [case for case in CASES if (case.group == QUICK) == quick]
     if traces is not None and not quick:
         known += from_traces(traces)
-    return [case for case in known if fnmatchcase(case.name, glob)]
+    return [case for case in known if any(fnmatchcase(case.name, glob) for glob in globs or ("*",))]
 
 
 def from_traces(folder: Path) -> list[Case]:

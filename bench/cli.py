@@ -14,8 +14,9 @@ from bench.cases import select
 from bench.compare import compare as compare_results
 from bench.plot import plot as plot_results
 from bench.providers import PROVIDERS, Unavailable
-from bench.results import Results, environment
-from bench.suites import SUITES, Settings
+from bench.results import Results, Row
+from bench.runner import run as run_suites
+from bench.suites import SUITES
 
 RESULT = click.Path(exists=True, dir_okay=False, path_type=Path)
 
@@ -44,7 +45,7 @@ def main() -> None:
 @click.argument("suites", nargs=-1, type=click.Choice(list(SUITES)))
 @click.option("--device", default=None, help="cpu or cuda; by default cuda where there is one, cpu with --quick.")
 @click.option("--providers", default="", help="Comma-separated; all by default.")
-@click.option("--cases", default="*", help="Glob on case names.")
+@click.option("--cases", default="", help="Globs on case names, comma-separated; all by default.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Keep the results here.")
 @click.option("--plot", "plot_path", type=click.Path(dir_okay=False, path_type=Path), help="Draw them here.")
 @click.option("--quick", is_flag=True, help="Tiny cases, few repeats: the harness works, the numbers mean nothing.")
@@ -60,30 +61,35 @@ def run(
     traces: Path | None,
 ) -> None:
     """Run SUITES; list what there is where none is named."""
-    console = Console()
-    place = _device(device, quick)
-    settings = Settings(place, tuple(name for name in providers.split(",") if name), cases, quick, traces)
+    console, progress = Console(), Console(stderr=True)
     if not suites and not quick:
-        _list(console, settings)
+        _list(console, device or _default_device(quick), traces)
         return
-    known = {*PROVIDERS, "numpy", "triton_jit", "rescatter"}
-    if unknown := [name for name in settings.providers if name not in known]:
-        raise click.BadParameter(f"unknown {', '.join(unknown)}; known: {', '.join(sorted(known))}")
-    environ, rows = environment(place, quick=quick), []
-    for name in suites or SUITES:
-        mine = []
-        for row in SUITES[name].run(settings):
-            Console(stderr=True).print(f"{row.suite} {row.case} {row.provider} {row.metric}", style="dim")
-            mine.append(row)
-        rows += mine
-        _show(console, Results(mine, environ))
-    results = Results(rows, environ)
+
+    def on_row(row: Row, results: Results) -> None:
+        progress.print(f"{row.suite} {row.case} {row.provider} {row.metric}", style="dim", highlight=False)
+        if json_path:
+            results.save(json_path)  # each time: a run that is cut off was not for nothing
+
+    try:
+        results = run_suites(
+            suites,
+            device=device or _default_device(quick),
+            providers=_names(providers),
+            quick=quick,
+            cases=_names(cases),
+            traces=traces,
+            on_row=on_row,
+        )
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    _show(console, results)
     click.echo(report.machine(results))
     if json_path:
         results.save(json_path)
     if plot_path:
         plot_results(results, plot_path)
-    if failed := [row for row in rows if row.failed]:
+    if failed := [row for row in results.rows if row.failed]:
         raise click.ClickException("; ".join(f"{row.suite} {row.case} {row.provider}: {row.missing}" for row in failed))
 
 
@@ -116,30 +122,28 @@ def table(result: Path) -> None:
     click.echo(report.markdown(Results.load(result)), nl=False)
 
 
-def _device(name: str | None, quick: bool) -> torch.device:
-    if name is None:
-        name = "cuda" if torch.cuda.is_available() and not quick else "cpu"
-    device = torch.device(name)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise click.BadParameter(f"torch {torch.__version__} sees no CUDA device")
-    return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else device
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def _list(console: Console, settings: Settings) -> None:
-    suites = Table("suite", "what it measures")
+def _default_device(quick: bool) -> str:
+    return "cuda" if torch.cuda.is_available() and not quick else "cpu"
+
+
+def _list(console: Console, device: str, traces: Path | None) -> None:
+    suites = Table("suite", "what it measures", "providers of its own")
     for suite in SUITES.values():
-        suites.add_row(suite.name, suite.summary)
-    providers = Table("provider", "what it is", f"on {settings.device}")
+        suites.add_row(suite.name, suite.summary, ", ".join(suite.providers))
+    providers = Table("provider", "what it is", f"on {device}")
     for name, provider in PROVIDERS.items():
         try:
-            provider().require(settings.device)
+            provider().require(torch.device(device))
             state = "ready"
         except Unavailable as reason:
             state = f"missing: {reason}"
         providers.add_row(name, provider.summary, state)
     console.print(suites, providers)
-    names = [case.name for case in select(settings.cases, quick=settings.quick, traces=settings.traces)]
-    console.print(f"cases: {', '.join(names)}")
+    console.print(f"cases: {', '.join(case.name for case in select(traces=traces))}")
 
 
 def _show(console: Console, results: Results) -> None:

@@ -132,7 +132,7 @@ def environment(device: torch.device, *, quick: bool) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if cuda else (platform.processor() or platform.machine()),
         "device_type": device.type,
         "l2_bytes": getattr(torch.cuda.get_device_properties(device), "L2_cache_size", None) if cuda else None,
-        "clocks": _clocks(device) if cuda else None,
+        "clocks": clocks(device),
         "threads": torch.get_num_threads(),
         "quick": quick,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -154,8 +154,10 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _clocks(device: torch.device) -> dict[str, str] | None:
-    """As nvidia-smi reads them; None where it cannot. Only read, never set."""
+def clocks(device: torch.device) -> dict[str, str] | None:
+    """As nvidia-smi reads them; None where it cannot, and on a CPU. Only read, never set."""
+    if device.type != "cuda":
+        return None
     command = ["nvidia-smi", f"--query-gpu={','.join(CLOCKS)}", "--format=csv,noheader"]
     try:
         command.append(f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}")

@@ -14,11 +14,11 @@ from bench.results import Row
 
 @attrs.frozen
 class Settings:
-    """What the command line asked for. ``providers`` empty: all."""
+    """What a run was asked for. ``providers`` empty: all; ``cases`` are globs."""
 
     device: torch.device
     providers: tuple[str, ...] = ()
-    cases: str = "*"
+    cases: tuple[str, ...] = ("*",)
     quick: bool = False
     traces: Path | None = None
 
@@ -31,13 +31,14 @@ class Settings:
         return not self.providers or provider in self.providers
 
     def wants_case(self, case: str) -> bool:
-        return fnmatchcase(case, self.cases)
+        return any(fnmatchcase(case, glob) for glob in self.cases)
 
 
 @attrs.frozen
 class Suite:
-    """A name, a line about it, and the function that yields its rows."""
+    """A name, a line about it, the function that yields its rows, and providers that only it has."""
 
     name: str
     summary: str
     run: Callable[[Settings], Iterator[Row]]
+    providers: tuple[str, ...] = ()

@@ -88,4 +88,4 @@ def _bare_numpy(
     return decode
 
 
-SUITE = Suite("build", "host time of building a batch; ratio to bare numpy into preallocated memory", run)
+SUITE = Suite("build", "host time of building a batch; ratio to bare numpy into preallocated memory", run, (BASELINE,))

@@ -17,7 +17,7 @@ LONG_US, LIMIT = 5.0, 1.10
 
 
 def run(settings: Settings) -> Iterator[Row]:
-    for case in select(settings.cases, quick=settings.quick, traces=settings.traces):
+    for case in select(*settings.cases, quick=settings.quick, traces=settings.traces):
         for row in compare_to(time_case("guards", case, (BASELINE, "ours"), settings), BASELINE):
             bound = (
                 settings.has_targets and row.provider == "ours" and row.group == SHAPE and (row.median or 0) >= LONG_US

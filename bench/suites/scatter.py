@@ -23,7 +23,7 @@ MOST_NODES = 8192
 
 def run(settings: Settings) -> Iterator[Row]:
     names = [name for name in PROVIDERS if settings.wants(name) or name == BASELINE]
-    for case in select(settings.cases, quick=settings.quick, traces=settings.traces):
+    for case in select(*settings.cases, quick=settings.quick, traces=settings.traces):
         for row in compare_to(time_case("scatter", case, names, settings), BASELINE):
             yield attrs.evolve(row, limit=_limit(row) if settings.has_targets else None)
 

@@ -190,4 +190,9 @@ def _check(step: Step, world: World, call: Call) -> None:
         raise WrongResult(f"{step.provider}: {step.name}: {wrong} cells are wrong, report {world.report.counts()}")
 
 
-SUITE = Suite("step", "whole scheduler steps: host time until the call returns, wall time with a sync", run)
+SUITE = Suite(
+    "step",
+    "whole scheduler steps: host time until the call returns, wall time with a sync",
+    run,
+    tuple(dict.fromkeys(step.provider for step in STEPS)),
+)

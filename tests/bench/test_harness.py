@@ -5,13 +5,13 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from bench import providers
+from bench import providers, run
 from bench.cli import main
 from bench.compare import compare
 from bench.providers import Provider, Unavailable
 from bench.report import markdown
 from bench.results import Results, Row, compare_to, environment, geometric_means
-from bench.suites import SUITES, Settings
+from bench.suites import SUITES
 from bench.timing import Sample
 
 CPU = torch.device("cpu")
@@ -80,10 +80,36 @@ def test_options_pick_the_suite_the_providers_and_the_cases(tmp_path):
     assert {(row.case, row.provider) for row in rows} == {("quick_decode", "ours"), ("quick_decode", "floor")}
 
 
+def test_globs_name_several_cases_and_each_row_is_seen_as_it_comes():
+    seen = []
+    found = run(
+        ["guards", "build"],
+        cases=["quick_dec*", "quick_join"],
+        quick=True,
+        on_row=lambda row, so_far: seen.append((row, len(so_far.rows))),
+    )
+    assert [row for row, _ in seen] == found.rows
+    assert [number for _, number in seen] == list(range(1, len(found.rows) + 1))
+    assert {row.case for row in found.rows} == {"quick_decode", "quick_join"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"suites": ["speed"]}, "unknown suite speed; known: scatter"),
+        ({"providers": ["nobody"]}, "unknown provider nobody; known: ours"),
+        ({"device": "tpu"}, "'tpu' is no device"),
+    ],
+)
+def test_a_name_that_is_none_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        run(**arguments, quick=True)
+
+
 def test_an_unknown_provider_is_refused():
     result = CliRunner().invoke(main, ["scatter", "--quick", "--providers", "nobody"])
     assert result.exit_code == 2
-    assert "unknown nobody" in result.output
+    assert "unknown provider nobody" in result.output
 
 
 class Wrong(Provider):
@@ -106,8 +132,8 @@ class Absent(Provider):
 
 def run_with(monkeypatch, provider):
     monkeypatch.setitem(providers.PROVIDERS, provider.name, provider)
-    settings = Settings(CPU, (provider.name,), "quick_mixed", quick=True)
-    return {row.provider: row for row in SUITES["scatter"].run(settings)}
+    results = run(["scatter"], providers=[provider.name], cases=["quick_mixed"], quick=True)
+    return {row.provider: row for row in results.rows}
 
 
 def test_a_provider_with_a_wrong_result_is_not_timed_and_fails_the_command(monkeypatch):
