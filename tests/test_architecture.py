@@ -50,7 +50,7 @@ ROOMS = {
     "kv_canary.reference": _room(1, "ragged", "torch"),
     "kv_canary.torch_backend": _room(1, "ragged", "torch"),
     "kv_canary.triton_backend": _room(1, "ragged", "torch"),
-    "kv_canary.launching": _room(0, "torch", "triton"),
+    "kv_canary.launching": _room(0, "ragged", "torch", "triton"),
     "kv_canary.backends": _room(1, "ragged", "torch"),
     "kv_canary.guards": _room(2, "ragged", "torch"),
     "kv_canary.report": _room(2, "attrs", "ragged", "torch"),

@@ -7,11 +7,14 @@ from then on, with addresses instead of tensors. Sizes select nothing: the kerne
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 import triton
+
+from ragged import RaggedError
 
 KNOWN_TRITON = ("3.6",)
 """Versions whose compiled kernels were seen to be launched right this way on a GPU; others take ordinary launches."""
@@ -48,13 +51,31 @@ def launch(
     key = (kernel.fn, index, constants, variant)
     ready = _ready.get(key)
     if ready is None or _is_profiled():
-        compiled = kernel[(programs,)](*tensors(), *sizes, *constants)
+        try:
+            compiled = kernel[(programs,)](*tensors(), *sizes, *constants)
+        except OSError as cause:
+            _name_cache_folder(cause)
+            raise
         if _is_known and index is not None:
             stream_of = triton.runtime.driver.active.get_current_stream
             _ready[key] = (compiled.run, compiled.function, compiled.packed_metadata, stream_of)
         return
     run, function, metadata, stream_of = ready
     run(programs, 1, 1, stream_of(index), function, metadata, None, None, None, *addresses, *sizes, *constants)
+
+
+def _name_cache_folder(cause: OSError) -> None:
+    """Raise a RaggedError where Triton's cache is what could not be used; return where it is something else."""
+    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
+    folder = os.environ.get("TRITON_CACHE_DIR") or os.path.join(home, ".triton", "cache")
+    at = str(cause.filename or "")
+    if at and (at.startswith(folder) or folder.startswith(at)):
+        raise RaggedError(
+            f"kv-canary: triton cannot use its cache folder {folder}: {cause}; set TRITON_CACHE_DIR to one that can be "
+            "written",
+            argument="TRITON_CACHE_DIR",
+            got=folder,
+        ) from cause
 
 
 def _is_profiled() -> bool:

@@ -9,6 +9,7 @@ from kv_canary.guards import SCATTER, check_pool, check_scatter
 from kv_canary.report import GuardReport
 from ragged import Mode, RaggedBatch, RaggedTypeError, RaggedValueError
 from ragged.errors import refuses
+from ragged.staging import current_stream
 
 
 @refuses
@@ -41,6 +42,8 @@ def scatter(
     run = backends.resolve(backend, pool.device)
     if layout.num_reqs and (report is not None or (layout.num_tokens and pool.numel())):
         run.scatter_batch(batch, pool, *_begin(report, pool, layout.num_tokens, layout.req_ids))
+        if pool.is_cuda:
+            _keep_until_read(batch)
 
 
 @refuses
@@ -86,6 +89,17 @@ def launch_scatter_req_token_ids_kernel(
     if rows.shape[0] and (report is not None or (flat.shape[0] and pool_out.numel())):
         table, number = _begin(report, pool_out, flat.shape[0], None)
         run.scatter(flat, arrays["offsets"], rows, arrays.get("prefix_lens"), pool_out, table, number)
+
+
+def _keep_until_read(batch: RaggedBatch) -> None:
+    """A batch that is dropped now frees no memory that this stream has still to read, whatever stream it was made on.
+
+    Where the two are one, torch sees it and records nothing.
+    """
+    stream = current_stream(batch.packed.device)
+    batch.packed.record_stream(stream)
+    if batch.device_tokens is not None:
+        batch.device_tokens.record_stream(stream)
 
 
 def _check_tensors(arrays: dict[str, torch.Tensor]) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kv_canary import GuardReport, launch_scatter_req_token_ids_kernel, scatter, warmup
-from ragged import RaggedBatch
+from ragged import RaggedBatch, RaggedError
 
 pytest.importorskip("triton")
 
@@ -329,3 +329,44 @@ def test_after_warmup_no_size_or_alignment_makes_a_new_variant(fresh: None) -> N
             _by_launcher(lengths, report)
             _by_launcher(lengths, report, 1)
     assert (len(launching._ready), variants()) == (kept, compiled)
+
+
+# Case 59: one error that names the folder and the variable, and no other backend.
+@pytest.mark.parametrize(
+    ("folder", "failed_at"),
+    [("/cache/of/triton", "/cache/of/triton/ab12"), ("/file/sub", "/file/sub"), ("/file/sub/sub", "/file/sub")],
+    ids=["inside", "itself", "a_parent"],
+)
+def test_a_cache_folder_that_cannot_be_written_is_named(
+    host: Host, monkeypatch: pytest.MonkeyPatch, folder: str, failed_at: str
+) -> None:
+    cause = PermissionError(13, "Permission denied", failed_at)
+    monkeypatch.setenv("TRITON_CACHE_DIR", folder)
+    monkeypatch.setattr(FakeKernel, "__getitem__", _fails_with(cause))
+    with pytest.raises(RaggedError) as caught:
+        host.launch()
+    assert str(caught.value) == (
+        f"kv-canary: triton cannot use its cache folder {folder}: {cause}; set TRITON_CACHE_DIR to one that can be "
+        "written"
+    )
+    assert (caught.value.argument, caught.value.got) == ("TRITON_CACHE_DIR", folder)
+    assert caught.value.__cause__ is cause
+
+
+def test_any_other_error_of_the_system_is_left_as_it_is(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/cache/of/triton")
+    for cause in (FileNotFoundError(2, "No such file", "/usr/bin/gcc"), OSError("no name")):
+        monkeypatch.setattr(FakeKernel, "__getitem__", _fails_with(cause))
+        with pytest.raises(OSError) as caught:
+            host.launch()
+        assert caught.value is cause
+
+
+def _fails_with(error: Exception) -> Any:
+    def getitem(_: FakeKernel, __: Any) -> Any:
+        def launch(*_arguments: Any) -> None:
+            raise error
+
+        return launch
+
+    return getitem
