@@ -304,6 +304,7 @@ def _slow(milliseconds: int) -> None:
 
 # Case 20.
 @pytest.mark.gpu
+@pytest.mark.heavy  # a sanitizer's own slowness would outlast the busy device
 @pytest.mark.parametrize("backend", ["triton", "torch"])
 def test_poll_never_waits_and_never_shows_what_is_not_there(backend: str, counts: Any) -> None:
     from kv_canary import scatter
