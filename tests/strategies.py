@@ -29,6 +29,12 @@ class Model:
 
     requests: list[Request] = field(default_factory=list)
 
+    @classmethod
+    def of_lengths(cls, lengths: list[int]) -> "Model":
+        """Requests of these lengths on rows 1, 2, 3, ...; every token is another number."""
+        numbers = iter(range(10**9))
+        return cls([Request(row, [next(numbers) for _ in range(n)]) for row, n in enumerate(lengths, 1)])
+
     @property
     def rows(self) -> list[int]:
         return [request.row for request in self.requests]

@@ -12,13 +12,13 @@ import torch
 from ragged import rearrange
 from ragged.bounds import Bounds, Overflow, duplicate_row
 from ragged.convert import Coercion, Converter, Int64Array, Mode
-from ragged.errors import RaggedValueError
+from ragged.errors import RaggedError, RaggedValueError
 from ragged.join import join
 from ragged.layout import RaggedLayout, as_ids
 from ragged.packing import starts, starts_of, write_header
 from ragged.regroup import Made
 from ragged.rules import HasLength, apply, as_int
-from ragged.sequences import Sequences, mixed_devices, read_flat, read_part, read_sequences
+from ragged.sequences import Sequences, count, mixed_devices, read_flat, read_part, read_sequences
 from ragged.staging import Slot, StagingRing
 from ragged.tokens import NO_COUNTS, TokenRules, WideTokens
 
@@ -131,7 +131,7 @@ class Assembly:
             first = taken[row]
             raise duplicate_row(row, first, request, self._flushed().req_id(first), req_id)
         host = [part for part in read if isinstance(part, np.ndarray) and len(part)]
-        device = [part for part in read if isinstance(part, torch.Tensor)]
+        device = [part for part in read if isinstance(part, torch.Tensor) and len(part)]
         if host and device:
             raise mixed_devices(request, req_id, self.ring.device)
         offsets = np.array([0, length], dtype=np.int64)
@@ -146,7 +146,7 @@ class Assembly:
         req_ids, first = as_ids(req_ids), len(self)
         convert = Converter(self.mode, first_request=first, req_ids=req_ids)
         rows = convert.host(rows, "req_pool_indices")
-        _same_number(rows, sequences, req_ids)
+        _same_number(rows, count(sequences), req_ids)
         read = read_sequences(sequences, convert, self.ring.device, req_ids, first)
         self._take(convert, read.lengths, rows, prefix_lens, req_ids, read)
 
@@ -163,7 +163,15 @@ class Assembly:
     ) -> None:
         """Many requests at once, from flat tokens; ``total`` says in words what the tokens must number."""
         rows = convert.host(rows, "req_pool_indices")
-        read = read_flat(token_ids, convert, self.ring.device)
+        try:
+            read = read_flat(token_ids, convert, self.ring.device)
+        except RaggedError:
+            fits = isinstance(token_ids, list | tuple) and sum(lengths.tolist()) == len(token_ids)
+            if fits and not (lengths < 0).any():  # one list a request: then the culprit has a name
+                bounds = zip(lengths.tolist(), lengths.cumsum().tolist(), strict=True)
+                parts = [token_ids[end - length : end] for length, end in bounds]
+                read_sequences(parts, convert, self.ring.device, as_ids(req_ids))
+            raise
         got, bound = int(read.lengths[0]), sum(lengths.tolist())
         if got != bound and not (lengths < 0).any():
             raise RaggedValueError(
@@ -203,6 +211,9 @@ class Assembly:
             prefix_lens = np.zeros(len(lengths), dtype=np.int64)
         else:
             prefix_lens = convert.host(prefix_lens, "prefix_lens")
+            if len(prefix_lens) != len(lengths):
+                rule = HasLength("prefix_lens", "number of requests", lambda _: len(lengths))
+                apply([rule], {"prefix_lens": prefix_lens})
         first = len(self)
         if first:  # one layout over old and new, so that positions and duplicates are the whole batch's
             old = self._flushed()
@@ -224,11 +235,13 @@ class Assembly:
     def _take_tokens(self, read: Sequences, offsets: Int64Array, req_ids: tuple[object, ...] | None) -> None:
         """Copy the tokens of the requests after those taken; ``offsets`` start at 0."""
         num_reqs, num_tokens = len(offsets) - 1, int(offsets[-1])
+        if num_tokens == 0:
+            return  # an empty request comes from nowhere
         if (read.device_parts and self._num_tokens) or (read.parts and self._device_parts):
             raise mixed_devices(len(self), None if req_ids is None else req_ids[0], self.ring.device)
         if read.device_parts:
             self._device_parts.append(torch.cat(read.device_parts))
-        elif num_tokens:
+        else:
             slot = self._room(starts(len(self) + num_reqs).token_ids, num_tokens)
             first = self._reserve + self._num_tokens
             staged = slot.array[first : first + num_tokens]
@@ -276,11 +289,9 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor | None:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _same_number(rows: Int64Array, sequences: Any, req_ids: tuple[object, ...] | None) -> None:
+def _same_number(rows: Int64Array, num_sequences: int, req_ids: tuple[object, ...] | None) -> None:
     """As many sequences and ids as rows."""
-    if not hasattr(sequences, "__len__"):
-        return  # read_sequences words that refusal
-    if len(sequences) != len(rows) or (req_ids is not None and len(req_ids) != len(rows)):
-        numbers = {"sequences": len(sequences), "req_ids": len(rows) if req_ids is None else len(req_ids)}
+    if num_sequences != len(rows) or (req_ids is not None and len(req_ids) != len(rows)):
+        numbers = {"sequences": num_sequences, "req_ids": len(rows) if req_ids is None else len(req_ids)}
         given = {name: np.empty(number, dtype=np.bool_) for name, number in numbers.items()}
         apply([HasLength(name, "number of req_pool_indices", lambda _: len(rows)) for name in given], given)

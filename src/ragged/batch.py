@@ -12,8 +12,8 @@ import torch
 from ragged import derived, interop, regroup
 from ragged.assembly import Assembly, BatchOptions
 from ragged.convert import Coercion, Converter, Mode
-from ragged.errors import refuses
-from ragged.layout import RaggedLayout, lengths_of
+from ragged.errors import RaggedTypeError, refuses
+from ragged.layout import RaggedLayout, as_ids, lengths_of
 from ragged.packing import Views, starts_of, views
 from ragged.rules import HasLength, apply
 from ragged.staging import resolve_device
@@ -85,7 +85,7 @@ class RaggedBatch:
     ) -> RaggedBatch:
         """From flat ``token_ids`` [num_tokens] and ``lengths`` [num_reqs]; keywords as in ``from_sequences``."""
         assembly = Assembly(**options)
-        convert = Converter(assembly.mode)
+        convert = Converter(assembly.mode, req_ids=as_ids(req_ids))
         counted = convert.host(lengths, "lengths")
         assembly.extend_flat(
             token_ids, counted, req_pool_indices, prefix_lens, req_ids, convert=convert, total="sum of lengths"
@@ -106,7 +106,7 @@ class RaggedBatch:
     ) -> RaggedBatch:
         """From flat ``token_ids`` [num_tokens], CSR ``offsets`` [num_reqs + 1]; keywords as in ``from_sequences``."""
         assembly = Assembly(**options)
-        convert = Converter(assembly.mode)
+        convert = Converter(assembly.mode, req_ids=as_ids(req_ids))
         rows = convert.host(req_pool_indices, "req_pool_indices")
         given = {"offsets": convert.host(offsets, "offsets")}
         apply([HasLength("offsets", "number of req_pool_indices + 1", lambda _: len(rows) + 1)], given)
@@ -127,14 +127,8 @@ class RaggedBatch:
     ) -> RaggedBatch:
         """From a jagged ``torch.nested`` tensor. Offsets on a device are read back: this syncs."""
         token_ids, offsets = interop.from_nested(nested)
-        return cls.from_offsets(
-            token_ids,
-            offsets.cpu(),
-            req_pool_indices=req_pool_indices,
-            prefix_lens=prefix_lens,
-            req_ids=req_ids,
-            **options,
-        )
+        own = {"req_pool_indices": req_pool_indices, "prefix_lens": prefix_lens, "req_ids": req_ids}
+        return cls.from_offsets(token_ids, offsets.cpu(), **own, **options)
 
     @property
     def num_reqs(self) -> int:
@@ -227,6 +221,12 @@ class RaggedBatch:
     @refuses
     def concat(batches: Sequence[RaggedBatch]) -> RaggedBatch:
         """A new batch of all requests of ``batches``, in order; all on one device, with the same bounds."""
+        wrong: list[Any] = [batches]
+        if isinstance(batches, list | tuple):
+            wrong = [batch for batch in batches if not isinstance(batch, RaggedBatch)]
+        if wrong:
+            got = type(wrong[0]).__name__
+            raise RaggedTypeError(f"batches must be a list of RaggedBatch, got {got}", argument="batches", got=got)
         return batch_of(regroup.concat([batch._source() for batch in batches]))
 
     @refuses
@@ -258,8 +258,9 @@ class RaggedBatch:
     @refuses
     def to_nested(self) -> torch.Tensor:
         """A jagged ``torch.nested`` tensor over the same memory; RaggedValueError for zero requests."""
-        return interop.to_nested(self.token_ids, self.offsets)
+        return interop.to_nested(self.token_ids, self.offsets, self.layout.lengths)
 
+    @refuses
     def to_padded(self, value: int) -> torch.Tensor:
         """int64 ``[num_reqs, max_len]``, each row a request's tokens, then ``value``."""
         return interop.to_padded(self.token_ids, self.offsets, self.req_ids, self.max_len, value)
@@ -273,7 +274,7 @@ class RaggedBatch:
 
     def __reduce__(self) -> tuple[Any, ...]:
         tokens = None if self.device_tokens is None else _owned(self.device_tokens)
-        return _rebuild, (self.layout, _owned(self.packed), tokens, self.counts, self.coercions)
+        return RaggedBatch, (self.layout, _owned(self.packed), tokens, self.counts, self.coercions)
 
     def _source(self) -> regroup.Source:
         return regroup.Source(self.layout, self.token_ids, self.counts)
@@ -287,11 +288,6 @@ def batch_of(made: regroup.Made) -> RaggedBatch:
 def _owned(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor whose storage holds nothing but its own elements, so that pickling ships no stale tail."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
-
-
-def _rebuild(*fields: Any) -> RaggedBatch:
-    layout, packed, device_tokens, counts, coercions = fields
-    return RaggedBatch(layout=layout, packed=packed, device_tokens=device_tokens, counts=counts, coercions=coercions)
 
 
 def _first(values: Any) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ragged.convert import Int64Array
 from ragged.errors import RaggedTypeError, RaggedValueError
 from ragged.rules import as_int
 
@@ -21,14 +22,16 @@ def to_padded(
     return padded
 
 
-def to_nested(token_ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+def to_nested(token_ids: torch.Tensor, offsets: torch.Tensor, lengths: Int64Array) -> torch.Tensor:
     """A jagged ``torch.nested`` tensor over the same memory.
 
     Raises: RaggedValueError for zero requests, which torch cannot represent.
     """
-    if offsets.shape[0] < 2:
+    if len(lengths) == 0:
         raise RaggedValueError("torch.nested cannot hold a batch of zero requests", argument="num_reqs", got=0, bound=1)
-    return torch.nested.nested_tensor_from_jagged(token_ids, offsets)
+    shortest, longest = int(lengths.min()), int(lengths.max())
+    # Left out, torch syncs to find them, and its to_padded_tensor (2.13) makes num_tokens columns.
+    return torch.nested.nested_tensor_from_jagged(token_ids, offsets, min_seqlen=shortest, max_seqlen=longest)
 
 
 def from_nested(nested: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -27,7 +27,9 @@ def join(parts: list[Int64Array], out: Int64Array) -> None:
     elif out.size < LARGE or THREADS == 1 or not all(part.flags.writeable for part in parts):
         np.concatenate(parts, out=out)  # also for read-only parts, which torch would warn of
     else:
-        list(_threads().map(lambda piece: torch.cat(piece[0], out=piece[1]), _pieces(parts, out)))
+        with torch.inference_mode(False):  # the mode is a thread's own: the others could not write its tensors
+            pieces = list(_pieces(parts, out))
+        list(_threads().map(lambda piece: torch.cat(piece[0], out=piece[1]), pieces))
 
 
 def exceeds(token_ids: Int64Array, largest: int) -> bool:

@@ -274,7 +274,6 @@ def as_int(
     Raises: RaggedTypeError, RaggedOverflowError, RaggedValueError, in this order.
     """
     kind: type[RaggedError]
-    kind: type[RaggedError]
     bound: int | None = None
     if not is_number(value):
         kind, says = RaggedTypeError, f"must be an int, got {type(value).__name__} {value!r}"

@@ -39,6 +39,23 @@ class Sequences:
     device_parts: list[torch.Tensor]
 
 
+def count(sequences: Any) -> int:
+    """How many sequences there are; raises for what is no sequence of sequences."""
+    if isinstance(sequences, np.ndarray | torch.Tensor):
+        apply([IsDense("sequences")], {"sequences": sequences})
+        if sequences.ndim == 0:
+            raise RaggedValueError(
+                "sequences must be a sequence of sequences, got shape ()", argument="sequences", got=(), bound=2
+            )
+    elif isinstance(sequences, str | bytes) or not isinstance(sequences, Sequence):
+        raise RaggedTypeError(
+            f"sequences must be a sequence of sequences, got {type(sequences).__name__}",
+            argument="sequences",
+            got=type(sequences).__name__,
+        )
+    return len(sequences)
+
+
 def read_sequences(
     sequences: Any,
     convert: Converter,
@@ -46,28 +63,16 @@ def read_sequences(
     req_ids: Sequence[object] | None = None,
     first_request: int = 0,
 ) -> Sequences:
-    """Read one sequence a request, numbered from ``first_request``.
+    """Read one sequence a request, numbered from ``first_request``; ``count`` has taken them.
 
     A 2-D array or tensor is as many sequences of one length as it has rows.
     """
     if is_plain(sequences, ndim=2):
         return Sequences(_equal(sequences), [sequences.reshape(-1)], [])
-    if isinstance(sequences, np.ndarray | torch.Tensor):
-        apply([IsDense("sequences")], {"sequences": sequences})
-        if sequences.ndim == 0:
-            raise RaggedValueError(
-                "sequences must be a sequence of sequences, got shape ()", argument="sequences", got=(), bound=2
-            )
-        # Rows that lie apart go one by one: each is contiguous or refused by itself.
-        if sequences.ndim == 2 and _is_contiguous(sequences):
-            flat = read_flat(sequences.reshape(-1), convert, device)
-            return Sequences(_equal(sequences), flat.parts, flat.device_parts)
-    if isinstance(sequences, str | bytes) or not isinstance(sequences, Sequence | np.ndarray | torch.Tensor):
-        raise RaggedTypeError(
-            f"sequences must be a sequence of sequences, got {type(sequences).__name__}",
-            argument="sequences",
-            got=type(sequences).__name__,
-        )
+    # Rows that lie apart go one by one: each is contiguous or refused by itself.
+    if isinstance(sequences, np.ndarray | torch.Tensor) and sequences.ndim == 2 and _is_contiguous(sequences):
+        flat = read_flat(sequences.reshape(-1), convert, device)
+        return Sequences(_equal(sequences), flat.parts, flat.device_parts)
     plain = _read_plain(sequences)
     if plain is not None:
         return plain

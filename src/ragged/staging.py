@@ -93,7 +93,7 @@ class StagingRing:
         slot = self._slots[index]
         if slot is not None and slot.copied is not None:
             slot.copied.synchronize()
-        if slot is None or len(slot.array) < num_elements or _is_shared(slot):
+        if slot is None or len(slot.array) < num_elements or (self._on_host and _is_shared(slot)):
             slot = self._slots[index] = self._allocate(num_elements)
         return slot
 

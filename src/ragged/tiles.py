@@ -18,6 +18,9 @@ EVEN_ENOUGH = 1.5
 ONE_WAVE = 132
 """Programs that cost nothing: one for each multiprocessor of an H200."""
 
+MOST_TOKENS = 1 << 34
+"""More tokens, 128 GiB, are in no batch; a layout may still say so, and its list would be what fills the memory."""
+
 NO_TILES: Int64Array = np.empty((0, 2), dtype=np.int64)
 NO_TILES.setflags(write=False)
 
@@ -32,7 +35,7 @@ def list_tiles(lengths: Int64Array, max_len: int, num_tokens: int) -> Int64Array
     (396, [[0, 195], [1, 0], [2, 0]])
     """
     in_rectangle = len(lengths) * -(-max_len // TILE)
-    if max_len <= TILE or in_rectangle <= EVEN_ENOUGH * (num_tokens // TILE) + ONE_WAVE:
+    if max_len <= TILE or num_tokens > MOST_TOKENS or in_rectangle <= EVEN_ENOUGH * (num_tokens // TILE) + ONE_WAVE:
         return NO_TILES
     counts = -(-lengths // TILE)
     num_tiles = int(counts.sum(dtype=np.int64))

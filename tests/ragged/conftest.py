@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 
 from ragged import RaggedBatch, RaggedError, StagingRing
 from ragged.staging import Slot
@@ -97,3 +98,25 @@ def _agrees(batch: RaggedBatch, model: Any) -> None:
 def agrees() -> Any:
     """Assert that a batch is what a plain-list model says, derived metadata included."""
     return _agrees
+
+
+@pytest.fixture(scope="session")
+def busy() -> Any:
+    """Keep the current stream of the GPU busy for a while; what follows queues up behind it."""
+    return lambda: torch.cuda._sleep(200_000_000)
+
+
+@contextmanager
+def _no_sync() -> Iterator[None]:
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture(scope="session")
+def no_sync() -> Any:
+    """``with no_sync():`` torch raises where it would wait for the GPU."""
+    return _no_sync

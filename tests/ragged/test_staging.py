@@ -233,12 +233,6 @@ def test_where_pinning_fails_it_is_said_once_and_staging_goes_on(
 # On a GPU.
 
 
-@pytest.fixture
-def busy() -> Any:
-    """Keep the current stream of the device busy for a while; what follows queues up behind it."""
-    return lambda: torch.cuda._sleep(200_000_000)
-
-
 def pinned_bytes() -> int:
     """Bytes of pinned host memory in use; what was outgrown is in torch's cache, free for others."""
     return int(torch.cuda.host_memory_stats()["active_bytes.current"])

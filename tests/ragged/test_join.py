@@ -1,0 +1,63 @@
+"""Joining parts: several threads do what one does."""
+
+import array
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ragged.join
+from ragged import RaggedBatch, RaggedBatchBuilder
+from ragged.join import exceeds, join
+
+
+@pytest.fixture(scope="module")
+def threaded() -> Iterator[None]:
+    """Three threads, also for few tokens and on a machine of few cores."""
+    ragged.join._threads.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ragged.join, "THREADS", 3)
+        patch.setattr(ragged.join, "LARGE", 3)
+        yield
+    ragged.join._threads().shutdown()
+    ragged.join._threads.cache_clear()
+
+
+@given(st.lists(st.integers(0, 6) | st.integers(0, 40), max_size=12))
+def test_threads_join_every_part_at_its_place(threaded: None, lengths: list[int]) -> None:
+    total = sum(lengths)
+    flat = np.arange(total, dtype=np.int64)
+    parts = [flat[sum(lengths[:i]) : sum(lengths[: i + 1])] for i in range(len(lengths))]
+    framed = np.full(total + 2, -7, dtype=np.int64)
+    if parts:
+        join(parts, framed[1:-1])
+        assert framed.tolist() == [-7, *range(total), -7]
+
+
+@given(st.lists(st.integers(-3, 6) | st.sampled_from([2**31, 2**63 - 1, -(2**63)]), max_size=9), st.integers(0, 6))
+def test_threads_find_what_one_pass_finds(threaded: None, tokens: list[int], largest: int) -> None:
+    assert exceeds(np.array(tokens, dtype=np.int64), largest) == any(t < 0 or t > largest for t in tokens)
+
+
+def test_threads_work_in_inference_mode_too(threaded: None) -> None:
+    # Case 65: the mode belongs to a thread, and only the caller's has it.
+    parts = [np.arange(number, dtype=np.int64) for number in (5, 6, 7, 8)]
+    with torch.inference_mode():
+        batch = RaggedBatch.from_sequences(parts, req_pool_indices=[1, 2, 3, 4])
+    assert [part.tolist() for part in batch.unbind()] == [part.tolist() for part in parts]
+
+
+def test_threads_take_read_only_parts_and_let_go_of_the_callers(threaded: None) -> None:
+    # Case 54 and 33.
+    read_only = np.arange(5, dtype=np.int64)
+    read_only.setflags(write=False)
+    growing = [array.array("q", range(20_000)) for _ in range(4)]
+    builder = RaggedBatchBuilder()
+    builder.extend([1, 2, 3, 4], growing)
+    builder.add(5, read_only, [6], read_only)
+    for part in growing:
+        part.append(7)
+    assert builder.build().token_ids.tolist() == 4 * [*range(20_000)] + [*range(5), 6, *range(5)]
