@@ -33,3 +33,28 @@ PADDING_ROW = 0
 """Where CUDA-graph padding points."""
 INT32_MIN = -(2**31)
 INT32_MAX = 2**31 - 1
+
+MISMATCH = 0
+"""A cell that holds another token than the scheduler's."""
+STALE = 1
+"""A cell that the scheduler counts on, beyond the row's valid length: whatever it holds, nobody wrote it for this."""
+LENGTH = 2
+"""A row that holds more tokens than the scheduler thinks; expected and found are lengths, column the first too many."""
+UNREADABLE = 3
+"""A request whose row, prefix or offsets lead outside; column is the prefix, expected and found are its start, end."""
+VIOLATIONS = ("token", "stale", "length", "request")
+"""Names by code."""
+
+VIOLATION_COLUMNS = 8
+"""A log is int64 ``[1 + capacity, VIOLATION_COLUMNS]``: a header line, then the ring of entries."""
+FOUND_COUNT = 0
+FREED = 1
+NOT_COMPARED = 2
+"""Header: violations found; how many of them had been read when the ring was last freed; cells not compared."""
+ENTRY_KIND = 0
+ENTRY_REQUEST = 1
+ENTRY_ROW = 2
+ENTRY_COLUMN = 3
+ENTRY_EXPECTED = 4
+ENTRY_FOUND = 5
+ENTRY_LAUNCH = 6

@@ -85,3 +85,47 @@ def scatter_batch(batch: RaggedBatch, pool_out: torch.Tensor, report: torch.Tens
     """The guarded scatter of a batch."""
     columns = (batch.offsets, batch.req_pool_indices, batch.prefix_lens)
     scatter(batch.token_ids, *columns, pool_out, report, launch)
+
+
+def verify_batch(
+    batch: RaggedBatch, pool: torch.Tensor, valid_lens: torch.Tensor, log: torch.Tensor, launch: int, exact: bool
+) -> None:
+    """The verification, cell by cell; arguments as in the backends."""
+    token_ids, bounds, lens = batch.token_ids.tolist(), batch.offsets.tolist(), valid_lens.tolist()
+    cells, capacity = pool.tolist(), log.shape[0] - 1
+
+    def tell(kind: int, *entry: int) -> None:
+        index, freed = int(log[0, kinds.FOUND_COUNT]), int(log[0, kinds.FREED])
+        if index < freed + capacity:
+            line = [kind, *entry, launch]
+            log[1 + index % capacity, : len(line)] = torch.tensor(line)
+        log[0, kinds.FOUND_COUNT] += 1
+
+    for request, row in enumerate(batch.req_pool_indices.tolist()):
+        start, end, prefix = bounds[request], bounds[request + 1], int(batch.prefix_lens[request])
+        sound = 0 <= start <= end <= len(token_ids) and (request > 0 or start == 0)
+        if not sound or not 0 <= row < pool.shape[0] or not 0 <= prefix <= pool.shape[1]:
+            tell(kinds.UNREADABLE, request, row, prefix, start, end)
+            log[0, kinds.NOT_COMPARED] += end - start if sound else 0
+            continue
+        valid = min(max(lens[row], 0), pool.shape[1])
+        for column, token_id in enumerate(token_ids[start:end], prefix):
+            found = cells[row][column] if column < pool.shape[1] else kinds.PLACEHOLDER
+            known = kinds.INT32_MIN <= token_id <= kinds.INT32_MAX and kinds.PLACEHOLDER not in (token_id, found)
+            if column >= valid:
+                tell(kinds.STALE, request, row, column, token_id, found)
+            elif known and token_id != found:
+                tell(kinds.MISMATCH, request, row, column, token_id, found)
+            if column >= valid or not known:
+                log[0, kinds.NOT_COMPARED] += 1
+        last = prefix + end - start
+        if exact and valid > last:
+            tell(kinds.LENGTH, request, row, last, last, valid)
+
+
+def set_valid_lens(batch: RaggedBatch, valid_lens: torch.Tensor) -> None:
+    """``valid_lens[row] = prefix_len + length`` of every request of a batch."""
+    bounds = batch.offsets.tolist()
+    columns = zip(batch.req_pool_indices.tolist(), batch.prefix_lens.tolist(), strict=True)
+    for request, (row, prefix) in enumerate(columns):
+        valid_lens[row] = prefix + bounds[request + 1] - bounds[request]

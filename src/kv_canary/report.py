@@ -9,15 +9,13 @@ import attrs
 import torch
 
 from kv_canary import kinds
+from kv_canary.snapshot import Launches, Snapshot
 from ragged import Coercion, RaggedError
 from ragged.errors import request_name
 from ragged.staging import resolve_device
 
-KEPT_LAUNCHES = 1024
-"""For so many launches back a report still knows the request ids and the bounds of its batch."""
-
-Launch = tuple[int, tuple[object, ...] | None, Any, Sequence[Any]]
-"""What the host knew of a launch, to name things by later: number, request ids, ``num_tokens``, the pool's shape."""
+Launch = tuple[tuple[object, ...] | None, Any, Sequence[Any]]
+"""What the host knew of a launch, to name things by later: request ids, ``num_tokens``, the pool's shape."""
 
 _WORDS = {
     kinds.OFFSETS: "offsets must start at 0, not decrease, and end within {num_tokens} tokens, got {position}, {value}",
@@ -78,10 +76,8 @@ class GuardReport:
     def __init__(self, table: torch.Tensor) -> None:
         self.table = table  # int64 [len(GUARDS), REPORT_COLUMNS], on the device
         self.coercions: list[Coercion] = []  # what coerce mode converted for the launches with this report
-        self._launches: list[Launch | None] = [None] * KEPT_LAUNCHES
-        self._launch = 0
-        self._arrived: list[list[int]] | None = None
-        self._on_its_way: tuple[torch.Tensor, torch.cuda.Event] | None = None
+        self._launches = Launches()
+        self._snapshot = Snapshot(table)
 
     @classmethod
     def allocate(cls, device: torch.device | str) -> GuardReport:
@@ -101,9 +97,7 @@ class GuardReport:
 
     def begin(self, req_ids: tuple[object, ...] | None, num_tokens: int, pool_shape: Sequence[int]) -> int:
         """Number a launch, and remember how to name what it finds."""
-        self._launch += 1
-        self._launches[self._launch % KEPT_LAUNCHES] = (self._launch, req_ids, num_tokens, pool_shape)
-        return self._launch
+        return self._launches.begin((req_ids, num_tokens, pool_shape))
 
     def counts(self) -> dict[str, int]:
         """How many of each kind so far. Syncs."""
@@ -121,17 +115,8 @@ class GuardReport:
         Each call picks up what the last one asked for, and asks anew, so that a step sees the counts of a step or two
         before it. On the CPU they are those of now.
         """
-        if self.device.type == "cpu":
-            return self.counts()
-        if self._on_its_way is not None and self._on_its_way[1].query():
-            self._arrived, self._on_its_way = self._on_its_way[0].tolist(), None
-        if self._on_its_way is None:
-            target = torch.empty(self.table.shape, dtype=torch.int64, device="cpu", pin_memory=True)
-            target.copy_(self.table, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(self.device))
-            self._on_its_way = (target, event)
-        return None if self._arrived is None else _counts(self._arrived)
+        arrived = self._snapshot.poll()
+        return None if arrived is None else _counts(arrived[0])
 
     def raise_if_any(self) -> None:
         """Raise GuardViolation where a guard found a fault (dropped tokens are none). Syncs."""
@@ -153,8 +138,8 @@ class GuardReport:
         """Back to zero, in stream order; counts still on their way are forgotten."""
         with torch.inference_mode():
             self.table.zero_()
-        self._arrived = self._on_its_way = None
-        self._launches = [None] * KEPT_LAUNCHES
+        self._snapshot.forget()
+        self._launches.forget()
         self.coercions.clear()
 
     def _read(self) -> list[list[int]]:
@@ -163,10 +148,8 @@ class GuardReport:
 
     def _offender(self, lines: list[list[int]], kind: int) -> Offender:
         _, launch, request, position, value = lines[kind]
-        known = self._launches[launch % KEPT_LAUNCHES]
-        if known is None or known[0] != launch:
-            known = (launch, None, "?", ("?", "?"))  # too long ago
-        _, req_ids, num_tokens, (max_reqs, max_context_len) = known
+        known: Launch = self._launches.known(launch) or (None, "?", ("?", "?"))  # too long ago
+        req_ids, num_tokens, (max_reqs, max_context_len) = known
         named = req_ids is not None and 0 <= request < len(req_ids)
         words = {"num_tokens": num_tokens, "max_reqs": max_reqs, "max_context_len": max_context_len}
         return Offender(

@@ -59,6 +59,62 @@ def scatter_batch(batch: RaggedBatch, pool_out: torch.Tensor, report: torch.Tens
     scatter(batch.token_ids, *columns, pool_out, report, launch)
 
 
+@torch.inference_mode()
+def verify_batch(
+    batch: RaggedBatch, pool: torch.Tensor, valid_lens: torch.Tensor, log: torch.Tensor, launch: int, exact: bool
+) -> None:
+    """See ``TokenPool.verify``; ``log`` is int64 ``[1 + capacity, VIOLATION_COLUMNS]``. On CUDA this backend syncs."""
+    max_reqs, max_context_len = pool.shape
+    starts, ends, rows, prefixes = batch.offsets[:-1], batch.offsets[1:], batch.req_pool_indices, batch.prefix_lens
+    requests = torch.arange(batch.num_reqs, dtype=torch.int64, device=pool.device)
+    good = (starts >= 0) & (ends >= starts) & (ends <= batch.num_tokens) & ((requests > 0) | (starts == 0))
+    lost = torch.where(good, ends - starts, 0)
+    good &= (rows >= 0) & (rows < max_reqs) & (prefixes >= 0) & (prefixes <= max_context_len)
+    lengths = torch.where(good, ends - starts, 0)
+    valid = torch.where(good, valid_lens[torch.where(good, rows, 0)].clamp(0, max_context_len), 0)
+
+    total = int(lengths.sum())
+    owners = torch.repeat_interleave(requests, lengths, output_size=total)
+    index = torch.arange(total, dtype=torch.int64, device=pool.device) - (lengths.cumsum(0) - lengths)[owners]
+    token_ids, columns, whose = batch.token_ids[starts[owners] + index], prefixes[owners] + index, rows[owners]
+    short = _narrow(token_ids)
+    beyond = columns >= max_context_len
+    cells = torch.where(beyond, kinds.PLACEHOLDER, pool[whose, torch.where(beyond, 0, columns)])
+    stale = columns >= valid[owners]
+    unknown = (short == kinds.PLACEHOLDER) | (cells == kinds.PLACEHOLDER)
+    wrong = ~stale & ~unknown & (short != cells)
+
+    log[0, kinds.NOT_COMPARED] += (stale | unknown).sum() + (lost - lengths).sum()
+    found = cells.to(torch.int64)
+    _add_violations(log, launch, kinds.MISMATCH, wrong, owners, whose, columns, token_ids, found)
+    _add_violations(log, launch, kinds.STALE, stale, owners, whose, columns, token_ids, found)
+    _add_violations(log, launch, kinds.UNREADABLE, ~good, requests, rows, prefixes, starts, ends)
+    if exact:
+        last = prefixes + ends - starts
+        _add_violations(log, launch, kinds.LENGTH, good & (valid > last), requests, rows, last, last, valid)
+
+
+@torch.inference_mode()
+def set_valid_lens(batch: RaggedBatch, valid_lens: torch.Tensor) -> None:
+    """``valid_lens[row] = prefix_len + length`` of every request of a batch."""
+    valid_lens.index_put_((batch.req_pool_indices,), batch.prefix_lens + batch.offsets.diff())
+
+
+def _add_violations(log: torch.Tensor, launch: int, kind: int, wrong: torch.Tensor, *columns: torch.Tensor) -> None:
+    """Count what is wrong, and store it while the ring has room; ``columns`` from request on."""
+    culprits = wrong.nonzero().flatten()
+    if not len(culprits):
+        return
+    capacity, (count, freed) = log.shape[0] - 1, log[0, : kinds.FREED + 1].tolist()
+    stored = culprits[: max(capacity - (count - freed), 0)]
+    lines = 1 + (count + torch.arange(len(stored), dtype=torch.int64, device=log.device)) % capacity
+    log[lines, kinds.ENTRY_KIND] = kind
+    log[lines, kinds.ENTRY_LAUNCH] = launch
+    for column, values in enumerate(columns, kinds.ENTRY_REQUEST):
+        log[lines, column] = values[stored]
+    log[0, kinds.FOUND_COUNT] += len(culprits)
+
+
 def _fits(token_ids: torch.Tensor) -> torch.Tensor:
     return (token_ids >= kinds.INT32_MIN) & (token_ids <= kinds.INT32_MAX)
 

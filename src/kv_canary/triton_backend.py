@@ -6,7 +6,8 @@ import torch
 
 from kv_canary import launching
 from kv_canary.kernels import scatter as kernels
-from ragged import RaggedBatch
+from kv_canary.kernels import verify as verify_kernels
+from ragged import RaggedBatch, RaggedLayout
 from ragged.packing import addresses
 from ragged.tiles import TILE
 
@@ -18,6 +19,8 @@ SHAPES = ((1, 128, 1), (16, 32, 16), (128, 4, 128), (512, 2, 512))
 """Tiles for batches of even lengths: up to so many tokens, requests x columns; longer ones take 1 x TILE. Measured on
 one H200, device guards on, us (floor): 4096 x 1 by 128 x 1 1.9 (1.9); 4096 x 4 by 32 x 16 2.2 (1.9); 10,000 x 100 by
 4 x 128 8.7 (5.2), by 2 x 512 12.6; 4096 x 512 by 2 x 512 9.3 (8.2), by 1 x 1024 9.8."""
+REQUEST_BLOCK = 256
+"""Requests that a program of verify's second part, or of ``set_valid_lens``, takes."""
 
 
 def scatter(
@@ -56,9 +59,7 @@ def scatter(
 def scatter_batch(batch: RaggedBatch, pool_out: torch.Tensor, report: torch.Tensor | None, launch: int) -> None:
     """See ``kv_canary.scatter``: the host knows the lengths, so tiles, and a list of them where lengths are uneven."""
     layout = batch.layout
-    num_tiles, (requests, columns) = len(layout.tiles), _tile(layout.max_len)
-    column_tiles = max(_cdiv(layout.max_len, columns), 1)
-    programs = num_tiles or _cdiv(layout.num_reqs, requests) * column_tiles
+    programs, column_tiles, requests, columns = _grid(layout)
     max_reqs, max_context_len = pool_out.shape
     at, pool_address = addresses(batch.packed, layout, batch.device_tokens), pool_out.data_ptr()
     report_address = at.offsets if report is None else report.data_ptr()
@@ -78,8 +79,77 @@ def scatter_batch(batch: RaggedBatch, pool_out: torch.Tensor, report: torch.Tens
         ),
         (at.token_ids, at.offsets, at.req_pool_indices, at.prefix_lens, pool_address, report_address, at.tiles),
         sizes,
-        (num_tiles > 0, report is not None, requests, columns),
+        (len(layout.tiles) > 0, report is not None, requests, columns),
     )
+
+
+def verify_batch(
+    batch: RaggedBatch, pool: torch.Tensor, valid_lens: torch.Tensor, log: torch.Tensor, launch: int, exact: bool
+) -> None:
+    """See ``TokenPool.verify``: the scatter's tiles, then the requests."""
+    layout = batch.layout
+    programs, column_tiles, requests, columns = _grid(layout)
+    max_reqs, max_context_len = pool.shape
+    at = addresses(batch.packed, layout, batch.device_tokens)
+    launching.launch(
+        verify_kernels.verify_tiles,
+        pool.device,
+        programs + _cdiv(layout.num_reqs, REQUEST_BLOCK),
+        lambda: (
+            batch.token_ids,
+            batch.offsets,
+            batch.req_pool_indices,
+            batch.prefix_lens,
+            pool,
+            valid_lens,
+            log,
+            batch.tiles,
+        ),
+        (
+            at.token_ids,
+            at.offsets,
+            at.req_pool_indices,
+            at.prefix_lens,
+            pool.data_ptr(),
+            valid_lens.data_ptr(),
+            log.data_ptr(),
+            at.tiles,
+        ),
+        (
+            layout.num_tokens,
+            layout.num_reqs,
+            max_reqs,
+            max_context_len,
+            pool.stride(0),
+            launch,
+            column_tiles,
+            programs,
+            log.shape[0] - 1,
+        ),
+        (len(layout.tiles) > 0, exact, requests, columns, REQUEST_BLOCK),
+    )
+
+
+def set_valid_lens(batch: RaggedBatch, valid_lens: torch.Tensor) -> None:
+    """``valid_lens[row] = prefix_len + length`` of every request of a batch."""
+    layout = batch.layout
+    at = addresses(batch.packed, layout, batch.device_tokens)
+    launching.launch(
+        verify_kernels.set_valid_lens,
+        valid_lens.device,
+        _cdiv(layout.num_reqs, REQUEST_BLOCK),
+        lambda: (batch.offsets, batch.req_pool_indices, batch.prefix_lens, valid_lens),
+        (at.offsets, at.req_pool_indices, at.prefix_lens, valid_lens.data_ptr()),
+        (layout.num_reqs, valid_lens.shape[0]),
+        (REQUEST_BLOCK,),
+    )
+
+
+def _grid(layout: RaggedLayout) -> tuple[int, int, int, int]:
+    """Tile programs, how many of them lie side by side, and a tile's requests x columns."""
+    requests, columns = _tile(layout.max_len)
+    column_tiles = max(_cdiv(layout.max_len, columns), 1)
+    return len(layout.tiles) or _cdiv(layout.num_reqs, requests) * column_tiles, column_tiles, requests, columns
 
 
 def _tile(max_len: int) -> tuple[int, int]:
