@@ -53,6 +53,8 @@ ROOMS = {
     "kv_canary.launching": _room(0, "ragged", "torch", "triton"),
     "kv_canary.backends": _room(1, "ragged", "torch"),
     "kv_canary.guards": _room(2, "ragged", "torch"),
+    "kv_canary.snapshot": _room(1, "ragged", "torch"),
+    "kv_canary.violations": _room(2, "attrs", "ragged", "torch"),
     "kv_canary.report": _room(2, "attrs", "ragged", "torch"),
     "kv_canary.scatter": _room(3, "ragged", "torch"),
     "kv_canary.warmup": _room(4, "ragged", "torch"),

@@ -3,12 +3,17 @@
 from kv_canary.reference import scatter_req_token_ids_torch_reference
 from kv_canary.report import GuardReport, GuardViolation, Offender
 from kv_canary.scatter import launch_scatter_req_token_ids_kernel, scatter
+from kv_canary.violations import CanaryViolation, LogFormat, Violation, ViolationLog
 from kv_canary.warmup import warmup
 
 __all__ = [
+    "CanaryViolation",
     "GuardReport",
     "GuardViolation",
+    "LogFormat",
     "Offender",
+    "Violation",
+    "ViolationLog",
     "launch_scatter_req_token_ids_kernel",
     "scatter",
     "scatter_req_token_ids_torch_reference",

@@ -45,16 +45,18 @@ UNREADABLE = 3
 VIOLATIONS = ("token", "stale", "length", "request")
 """Names by code."""
 
-VIOLATION_COLUMNS = 8
-"""A log is int64 ``[1 + capacity, VIOLATION_COLUMNS]``: a header line, then the ring of entries."""
 FOUND_COUNT = 0
 FREED = 1
 NOT_COMPARED = 2
-"""Header: violations found; how many of them had been read when the ring was last freed; cells not compared."""
+"""Header of a log: violations found; how many of them had been read when it was last freed; cells not compared."""
 ENTRY_KIND = 0
-ENTRY_REQUEST = 1
-ENTRY_ROW = 2
-ENTRY_COLUMN = 3
-ENTRY_EXPECTED = 4
-ENTRY_FOUND = 5
-ENTRY_LAUNCH = 6
+ENTRY_INDEX = 1
+ENTRY_LAUNCH = 2
+ENTRY_REQUEST = 3
+"""Of every log's entries; the index counts from 1, so that 0 is a line never written."""
+ENTRY_ROW = 4
+ENTRY_COLUMN = 5
+ENTRY_EXPECTED = 6
+ENTRY_FOUND = 7
+VIOLATION_COLUMNS = 8
+"""A log of token violations is int64 ``[1 + capacity, VIOLATION_COLUMNS]``: a header line, then the ring of entries."""

@@ -97,8 +97,7 @@ def verify_batch(
     def tell(kind: int, *entry: int) -> None:
         index, freed = int(log[0, kinds.FOUND_COUNT]), int(log[0, kinds.FREED])
         if index < freed + capacity:
-            line = [kind, *entry, launch]
-            log[1 + index % capacity, : len(line)] = torch.tensor(line)
+            log[1 + index % capacity] = torch.tensor([kind, index + 1, launch, *entry])
         log[0, kinds.FOUND_COUNT] += 1
 
     for request, row in enumerate(batch.req_pool_indices.tolist()):

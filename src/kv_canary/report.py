@@ -116,7 +116,7 @@ class GuardReport:
         before it. On the CPU they are those of now.
         """
         arrived = self._snapshot.poll()
-        return None if arrived is None else _counts(arrived[0])
+        return None if arrived is None else _counts(arrived.tolist())
 
     def raise_if_any(self) -> None:
         """Raise GuardViolation where a guard found a fault (dropped tokens are none). Syncs."""

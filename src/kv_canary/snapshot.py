@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any
 
 import torch
+
+from ragged.convert import Int64Array
 
 KEPT_LAUNCHES = 1024
 """For so many launches back a table still knows what the host knew of its batch."""
@@ -20,22 +21,21 @@ class Snapshot:
 
     def __init__(self, table: torch.Tensor) -> None:
         self.table = table
-        self._arrived: tuple[list[list[int]], Any] | None = None
-        self._on_its_way: tuple[torch.Tensor, torch.cuda.Event, Any] | None = None
+        self._arrived: Int64Array | None = None
+        self._on_its_way: tuple[torch.Tensor, torch.cuda.Event] | None = None
 
-    def poll(self, note: Hashable = None) -> tuple[list[list[int]], Any] | None:
-        """The newest lines that have arrived, and the ``note`` of the call that asked for them. Never syncs."""
+    def poll(self) -> Int64Array | None:
+        """The newest that has arrived, to be read at once. Never syncs."""
         if self.table.device.type == "cpu":
-            return self.table.tolist(), note
+            return self.table.numpy()
         if self._on_its_way is not None and self._on_its_way[1].query():
-            target, _, asked = self._on_its_way
-            self._arrived, self._on_its_way = (target.tolist(), asked), None
+            self._arrived, self._on_its_way = self._on_its_way[0].numpy(), None
         if self._on_its_way is None:
             target = torch.empty(self.table.shape, dtype=self.table.dtype, device="cpu", pin_memory=True)
             target.copy_(self.table, non_blocking=True)
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(self.table.device))
-            self._on_its_way = (target, event, note)
+            self._on_its_way = (target, event)
         return self._arrived
 
     def forget(self) -> None:

@@ -101,14 +101,16 @@ def set_valid_lens(batch: RaggedBatch, valid_lens: torch.Tensor) -> None:
 
 
 def _add_violations(log: torch.Tensor, launch: int, kind: int, wrong: torch.Tensor, *columns: torch.Tensor) -> None:
-    """Count what is wrong, and store it while the ring has room; ``columns`` from request on."""
+    """Count what is wrong, and store it while the ring has room; ``columns`` are request, row, column, and so on."""
     culprits = wrong.nonzero().flatten()
     if not len(culprits):
         return
     capacity, (count, freed) = log.shape[0] - 1, log[0, : kinds.FREED + 1].tolist()
     stored = culprits[: max(capacity - (count - freed), 0)]
-    lines = 1 + (count + torch.arange(len(stored), dtype=torch.int64, device=log.device)) % capacity
+    index = count + torch.arange(len(stored), dtype=torch.int64, device=log.device)
+    lines = 1 + index % capacity
     log[lines, kinds.ENTRY_KIND] = kind
+    log[lines, kinds.ENTRY_INDEX] = index + 1
     log[lines, kinds.ENTRY_LAUNCH] = launch
     for column, values in enumerate(columns, kinds.ENTRY_REQUEST):
         log[lines, column] = values[stored]

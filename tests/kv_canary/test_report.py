@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kv_canary import GuardReport, GuardViolation, Offender, kinds
-from kv_canary.report import KEPT_LAUNCHES
+from kv_canary.snapshot import KEPT_LAUNCHES
 from ragged import RaggedBatch, RaggedError, RaggedTypeError
 
 FOUND = "(found by the device guards, nothing wrong was written; in all: "
