@@ -1,8 +1,10 @@
 """The guarded scatter, the resident token pool and the canary: everything that runs on the device."""
 
+from kv_canary.pool import Sent, TokenPool
 from kv_canary.reference import scatter_req_token_ids_torch_reference
 from kv_canary.report import GuardReport, GuardViolation, Offender
 from kv_canary.scatter import launch_scatter_req_token_ids_kernel, scatter
+from kv_canary.verify import verify_tokens
 from kv_canary.violations import CanaryViolation, LogFormat, Violation, ViolationLog
 from kv_canary.warmup import warmup
 
@@ -12,10 +14,13 @@ __all__ = [
     "GuardViolation",
     "LogFormat",
     "Offender",
+    "Sent",
+    "TokenPool",
     "Violation",
     "ViolationLog",
     "launch_scatter_req_token_ids_kernel",
     "scatter",
     "scatter_req_token_ids_torch_reference",
+    "verify_tokens",
     "warmup",
 ]

@@ -28,8 +28,16 @@ from ragged.rules import (
 SCATTER = "kv-canary: scatter_req_token_ids "
 """Starts every message of the scatter; operators search their logs for it."""
 
+POOL = "kv-canary: "
+"""Starts every message of the resident pool and its verification."""
+
 INPUTS = ("flat_in", "offsets", "req_pool_indices")
 OPTIONAL = "prefix_lens"
+
+
+def table(name: str) -> list[Rule]:
+    """What any pool must be, whatever is done with it."""
+    return [IsDense(name), HasNDim(name, 2), HasDtype(name, "int32"), HasOwnRows(name)]
 
 
 def _num_reqs(arrays: Arrays) -> int:

@@ -81,10 +81,24 @@ def scatter(
             tell(kinds.TOKEN, owner, position, token_id)
 
 
-def scatter_batch(batch: RaggedBatch, pool_out: torch.Tensor, report: torch.Tensor | None, launch: int) -> None:
-    """The guarded scatter of a batch."""
+def scatter_batch(
+    batch: RaggedBatch,
+    pool_out: torch.Tensor,
+    report: torch.Tensor | None,
+    launch: int,
+    valid_lens: torch.Tensor | None = None,
+) -> None:
+    """The guarded scatter of a batch, and what its rows validly hold afterwards."""
     columns = (batch.offsets, batch.req_pool_indices, batch.prefix_lens)
     scatter(batch.token_ids, *columns, pool_out, report, launch)
+    if valid_lens is None:
+        return
+    bounds, num_tokens, (max_reqs, max_context_len) = batch.offsets.tolist(), batch.num_tokens, pool_out.shape
+    for request, row in enumerate(batch.req_pool_indices.tolist()):
+        start, end, prefix = bounds[request], bounds[request + 1], int(batch.prefix_lens[request])
+        sound = 0 <= start <= end <= num_tokens and (request > 0 or start == 0)
+        if sound and 0 <= row < max_reqs and 0 <= prefix <= max_context_len:
+            valid_lens[row] = min(prefix + end - start, max_context_len)
 
 
 def verify_batch(
@@ -120,11 +134,3 @@ def verify_batch(
         last = prefix + end - start
         if exact and valid > last:
             tell(kinds.LENGTH, request, row, last, last, valid)
-
-
-def set_valid_lens(batch: RaggedBatch, valid_lens: torch.Tensor) -> None:
-    """``valid_lens[row] = prefix_len + length`` of every request of a batch."""
-    bounds = batch.offsets.tolist()
-    columns = zip(batch.req_pool_indices.tolist(), batch.prefix_lens.tolist(), strict=True)
-    for request, (row, prefix) in enumerate(columns):
-        valid_lens[row] = prefix + bounds[request + 1] - bounds[request]

@@ -35,15 +35,32 @@ def scatter(
         raise RaggedTypeError(f"{SCATTER}batch must be a RaggedBatch, got {type(batch).__name__}", argument="batch")
     if not isinstance(pool, torch.Tensor):
         _check_tensors({"pool_out": pool})
+    scatter_checked(batch, pool, report=report, backend=backend)
+
+
+def scatter_checked(
+    batch: RaggedBatch,
+    pool: torch.Tensor,
+    *,
+    report: GuardReport | None,
+    backend: str,
+    valid_lens: torch.Tensor | None = None,
+) -> None:
+    """``scatter`` of what is known to be a batch and a tensor.
+
+    ``valid_lens``, int64 ``[max_reqs]`` on the pool's device, gets ``prefix_len + length``, at most
+    ``max_context_len``, for each request's row, by the same launch.
+    """
     check_pool(batch.packed, pool)
     layout = batch.layout
     layout.check_pool(pool.shape)
     _check_report(report, pool)
     run = backends.resolve(backend, pool.device)
-    if layout.num_reqs and (report is not None or (layout.num_tokens and pool.numel())):
-        run.scatter_batch(batch, pool, *_begin(report, pool, layout.num_tokens, layout.req_ids))
+    asked = report is not None or valid_lens is not None  # of empty requests too
+    if layout.num_reqs and (asked or (layout.num_tokens and pool.numel())):
+        run.scatter_batch(batch, pool, *_begin(report, pool, layout.num_tokens, layout.req_ids), valid_lens)
         if pool.is_cuda:
-            _keep_until_read(batch)
+            keep_until_read(batch)
 
 
 @refuses
@@ -91,7 +108,7 @@ def launch_scatter_req_token_ids_kernel(
         run.scatter(flat, arrays["offsets"], rows, arrays.get("prefix_lens"), pool_out, table, number)
 
 
-def _keep_until_read(batch: RaggedBatch) -> None:
+def keep_until_read(batch: RaggedBatch) -> None:
     """A batch that is dropped now frees no memory that this stream has still to read, whatever stream it was made on.
 
     Where the two are one, torch sees it and records nothing.

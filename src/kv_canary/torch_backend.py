@@ -52,11 +52,22 @@ def scatter(
         _add_report(report, kinds.DROPPED, launch, dropped > 0, requests, written, dropped, dropped)
 
 
-def scatter_batch(batch: RaggedBatch, pool_out: torch.Tensor, report: torch.Tensor | None, launch: int) -> None:
-    """See ``kv_canary.scatter``."""
+@torch.inference_mode()
+def scatter_batch(
+    batch: RaggedBatch,
+    pool_out: torch.Tensor,
+    report: torch.Tensor | None,
+    launch: int,
+    valid_lens: torch.Tensor | None = None,
+) -> None:
+    """See ``kv_canary.scatter``; ``valid_lens`` int64 ``[max_reqs]`` gets each row's new valid length."""
     # Prefixes are read from the device even where the host knows that all are 0: what is there is what is guarded.
     columns = (batch.offsets, batch.req_pool_indices, batch.prefix_lens)
     scatter(batch.token_ids, *columns, pool_out, report, launch)
+    if valid_lens is not None:
+        good, rows = _followed(batch, pool_out.shape), batch.req_pool_indices
+        ends = (batch.prefix_lens + batch.offsets.diff()).clamp(max=pool_out.shape[1])
+        valid_lens.index_put_((rows[good],), ends[good])
 
 
 @torch.inference_mode()
@@ -64,12 +75,11 @@ def verify_batch(
     batch: RaggedBatch, pool: torch.Tensor, valid_lens: torch.Tensor, log: torch.Tensor, launch: int, exact: bool
 ) -> None:
     """See ``TokenPool.verify``; ``log`` is int64 ``[1 + capacity, VIOLATION_COLUMNS]``. On CUDA this backend syncs."""
-    max_reqs, max_context_len = pool.shape
+    max_context_len = pool.shape[1]
     starts, ends, rows, prefixes = batch.offsets[:-1], batch.offsets[1:], batch.req_pool_indices, batch.prefix_lens
     requests = torch.arange(batch.num_reqs, dtype=torch.int64, device=pool.device)
-    good = (starts >= 0) & (ends >= starts) & (ends <= batch.num_tokens) & ((requests > 0) | (starts == 0))
-    lost = torch.where(good, ends - starts, 0)
-    good &= (rows >= 0) & (rows < max_reqs) & (prefixes >= 0) & (prefixes <= max_context_len)
+    good = _followed(batch, pool.shape)
+    lost = torch.where(_good_offsets(batch), ends - starts, 0)
     lengths = torch.where(good, ends - starts, 0)
     valid = torch.where(good, valid_lens[torch.where(good, rows, 0)].clamp(0, max_context_len), 0)
 
@@ -94,10 +104,18 @@ def verify_batch(
         _add_violations(log, launch, kinds.LENGTH, good & (valid > last), requests, rows, last, last, valid)
 
 
-@torch.inference_mode()
-def set_valid_lens(batch: RaggedBatch, valid_lens: torch.Tensor) -> None:
-    """``valid_lens[row] = prefix_len + length`` of every request of a batch."""
-    valid_lens.index_put_((batch.req_pool_indices,), batch.prefix_lens + batch.offsets.diff())
+def _good_offsets(batch: RaggedBatch) -> torch.Tensor:
+    """bool ``[num_reqs]``: offsets that can be followed."""
+    starts, ends = batch.offsets[:-1], batch.offsets[1:]
+    first = torch.arange(batch.num_reqs, dtype=torch.int64, device=starts.device) == 0
+    return (starts >= 0) & (ends >= starts) & (ends <= batch.num_tokens) & (~first | (starts == 0))
+
+
+def _followed(batch: RaggedBatch, pool_shape: torch.Size) -> torch.Tensor:
+    """bool ``[num_reqs]``: requests whose offsets, row and prefix all lead inside."""
+    rows, prefixes = batch.req_pool_indices, batch.prefix_lens
+    inside = (rows >= 0) & (rows < pool_shape[0]) & (prefixes >= 0) & (prefixes <= pool_shape[1])
+    return _good_offsets(batch) & inside
 
 
 def _add_violations(log: torch.Tensor, launch: int, kind: int, wrong: torch.Tensor, *columns: torch.Tensor) -> None:

@@ -20,7 +20,7 @@ SHAPES = ((1, 128, 1), (16, 32, 16), (128, 4, 128), (512, 2, 512))
 one H200, device guards on, us (floor): 4096 x 1 by 128 x 1 1.9 (1.9); 4096 x 4 by 32 x 16 2.2 (1.9); 10,000 x 100 by
 4 x 128 8.7 (5.2), by 2 x 512 12.6; 4096 x 512 by 2 x 512 9.3 (8.2), by 1 x 1024 9.8."""
 REQUEST_BLOCK = 256
-"""Requests that a program of verify's second part, or of ``set_valid_lens``, takes."""
+"""Requests that a program of verify's second part, or of ``_set_valid_lens``, takes."""
 
 
 def scatter(
@@ -56,13 +56,22 @@ def scatter(
     )
 
 
-def scatter_batch(batch: RaggedBatch, pool_out: torch.Tensor, report: torch.Tensor | None, launch: int) -> None:
+def scatter_batch(
+    batch: RaggedBatch,
+    pool_out: torch.Tensor,
+    report: torch.Tensor | None,
+    launch: int,
+    valid_lens: torch.Tensor | None = None,
+) -> None:
     """See ``kv_canary.scatter``: the host knows the lengths, so tiles, and a list of them where lengths are uneven."""
     layout = batch.layout
     programs, column_tiles, requests, columns = _grid(layout)
     max_reqs, max_context_len = pool_out.shape
     at, pool_address = addresses(batch.packed, layout, batch.device_tokens), pool_out.data_ptr()
     report_address = at.offsets if report is None else report.data_ptr()
+    listed = len(layout.tiles) > 0
+    fused = valid_lens if not listed else None
+    valid_address = at.offsets if fused is None else fused.data_ptr()
     sizes = (layout.num_tokens, layout.num_reqs, max_reqs, max_context_len, pool_out.stride(0), launch, column_tiles)
     launching.launch(
         kernels.scatter_tiles,
@@ -76,11 +85,23 @@ def scatter_batch(batch: RaggedBatch, pool_out: torch.Tensor, report: torch.Tens
             pool_out,
             batch.offsets if report is None else report,
             batch.tiles,
+            batch.offsets if fused is None else fused,
         ),
-        (at.token_ids, at.offsets, at.req_pool_indices, at.prefix_lens, pool_address, report_address, at.tiles),
+        (
+            at.token_ids,
+            at.offsets,
+            at.req_pool_indices,
+            at.prefix_lens,
+            pool_address,
+            report_address,
+            at.tiles,
+            valid_address,
+        ),
         sizes,
-        (len(layout.tiles) > 0, report is not None, requests, columns),
+        (listed, report is not None, fused is not None, requests, columns),
     )
+    if listed and valid_lens is not None:
+        _set_valid_lens(batch, pool_out.shape[1], valid_lens)
 
 
 def verify_batch(
@@ -130,8 +151,8 @@ def verify_batch(
     )
 
 
-def set_valid_lens(batch: RaggedBatch, valid_lens: torch.Tensor) -> None:
-    """``valid_lens[row] = prefix_len + length`` of every request of a batch."""
+def _set_valid_lens(batch: RaggedBatch, max_context_len: int, valid_lens: torch.Tensor) -> None:
+    """``valid_lens[row] = prefix_len + length`` of every request of a batch, where its tiles cannot do it."""
     layout = batch.layout
     at = addresses(batch.packed, layout, batch.device_tokens)
     launching.launch(
@@ -140,7 +161,7 @@ def set_valid_lens(batch: RaggedBatch, valid_lens: torch.Tensor) -> None:
         _cdiv(layout.num_reqs, REQUEST_BLOCK),
         lambda: (batch.offsets, batch.req_pool_indices, batch.prefix_lens, valid_lens),
         (at.offsets, at.req_pool_indices, at.prefix_lens, valid_lens.data_ptr()),
-        (layout.num_reqs, valid_lens.shape[0]),
+        (layout.num_tokens, layout.num_reqs, valid_lens.shape[0], max_context_len),
         (REQUEST_BLOCK,),
     )
 

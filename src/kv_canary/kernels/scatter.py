@@ -21,7 +21,7 @@ from kv_canary.kernels._search import bisect_ends, count_ends
 
 SIZES = ["num_tokens", "num_reqs", "max_reqs", "max_context_len", "row_stride", "launch"]
 """Sizes are int64 in every variant and never specialised, so that no batch size compiles anew."""
-POINTERS = ["offsets_ptr", "rows_ptr", "prefix_lens_ptr", "pool_ptr", "report_ptr", "tiles_ptr"]
+POINTERS = ["offsets_ptr", "rows_ptr", "prefix_lens_ptr", "pool_ptr", "report_ptr", "tiles_ptr", "valid_lens_ptr"]
 """Pointers whose alignment selects no variant: what is read or written through them is not vectorised anyway."""
 
 
@@ -206,15 +206,16 @@ def scatter_flat(
 
 @triton.jit(do_not_specialize=[*SIZES, "column_tiles"], do_not_specialize_on_alignment=["flat_ptr", *POINTERS])
 def scatter_tiles(
-    flat_ptr, offsets_ptr, rows_ptr, prefix_lens_ptr, pool_ptr, report_ptr, tiles_ptr,
+    flat_ptr, offsets_ptr, rows_ptr, prefix_lens_ptr, pool_ptr, report_ptr, tiles_ptr, valid_lens_ptr,
     num_tokens: tl.int64, num_reqs: tl.int64, max_reqs: tl.int64, max_context_len: tl.int64, row_stride: tl.int64,
     launch: tl.int64, column_tiles: tl.int64,
-    LISTED: tl.constexpr, REPORT: tl.constexpr, REQUESTS: tl.constexpr, COLUMNS: tl.constexpr,
+    LISTED: tl.constexpr, REPORT: tl.constexpr, VALID: tl.constexpr, REQUESTS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Each program a tile of REQUESTS x COLUMNS; no search. For batches, whose lengths the host knows.
 
     Grid: ``cdiv(num_reqs, REQUESTS) * column_tiles`` where no request is much longer than the others; otherwise,
-    LISTED, a program a line of ``tiles`` int64 ``[num_tiles, 2]``: request, column tile.
+    LISTED, a program a line of ``tiles`` int64 ``[num_tiles, 2]``: request, column tile. VALID: each row's new valid
+    length is noted too; not with LISTED, where an empty request has no tile.
     """
     program = tl.program_id(0).to(tl.int64)  # the one widening: every address below derives from int64
     if LISTED:
@@ -244,6 +245,9 @@ def scatter_tiles(
     short, fits = narrow(token_ids)
     tl.store(pool_ptr + (rows * row_stride + prefixes)[:, None] + index, short, mask=index < written[:, None])
 
+    if VALID:
+        ends_at = prefixes + written
+        tl.store(valid_lens_ptr + rows, ends_at, mask=inside & good & (column_tile + tl.zeros_like(rows) == 0))
     if REPORT:
         if tl.min(tl.min(fits.to(tl.int32), axis=1), axis=0) == 0:
             begins = tl.where(lengths > column_tile * COLUMNS, starts + column_tile * COLUMNS, num_tokens)

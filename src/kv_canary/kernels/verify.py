@@ -157,16 +157,22 @@ def verify_tiles(
             add_violations(log_ptr, capacity, launch, STALE, stale, whose, where, columns, token_ids, found)
 
 
-@triton.jit(do_not_specialize=["num_reqs", "max_reqs"], do_not_specialize_on_alignment=POINTERS[1:4] + POINTERS[5:6])
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_reqs", "max_reqs", "max_context_len"],
+    do_not_specialize_on_alignment=["offsets_ptr", "rows_ptr", "prefix_lens_ptr", "valid_lens_ptr"],
+)
 def set_valid_lens(
-    offsets_ptr, rows_ptr, prefix_lens_ptr, valid_lens_ptr, num_reqs: tl.int64, max_reqs: tl.int64,
-    BLOCK: tl.constexpr,
+    offsets_ptr, rows_ptr, prefix_lens_ptr, valid_lens_ptr,
+    num_tokens: tl.int64, num_reqs: tl.int64, max_reqs: tl.int64, max_context_len: tl.int64, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``valid_lens[row] = prefix_len + length`` of every request. Grid: ``cdiv(num_reqs, BLOCK)``."""
+    """``valid_lens[row] = prefix_len + length`` of every sound request. Grid: ``cdiv(num_reqs, BLOCK)``."""
     requests = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK] int64
     inside = requests < num_reqs
     starts = tl.load(offsets_ptr + requests, mask=inside, other=0)  # [BLOCK] int64
     ends = tl.load(offsets_ptr + requests + 1, mask=inside, other=0)  # [BLOCK] int64
-    rows = tl.load(rows_ptr + requests, mask=inside, other=-1)  # [BLOCK] int64
+    rows = tl.load(rows_ptr + requests, mask=inside, other=0)  # [BLOCK] int64
     prefixes = tl.load(prefix_lens_ptr + requests, mask=inside, other=0)  # [BLOCK] int64
-    tl.store(valid_lens_ptr + rows, prefixes + ends - starts, mask=inside & row_ok(rows, max_reqs))
+    good = offsets_ok(requests, starts, ends, num_tokens) & row_ok(rows, max_reqs)
+    good = good & prefix_ok(prefixes, max_context_len)
+    valid = prefixes + tl.minimum(ends - starts, max_context_len - prefixes)
+    tl.store(valid_lens_ptr + rows, valid, mask=inside & good)

@@ -27,9 +27,12 @@ VARIANTS = {
     "flat": (kernels.scatter_flat, {"HAS_PREFIX": True, "REPORT": False, "BLOCK": 512, "WINDOW": 512}),
     "flat-report": (kernels.scatter_flat, {"HAS_PREFIX": True, "REPORT": True, "BLOCK": 512, "WINDOW": 512}),
     "flat-no-prefix": (kernels.scatter_flat, {"HAS_PREFIX": False, "REPORT": True, "BLOCK": 128, "WINDOW": 128}),
-    "tiles": (kernels.scatter_tiles, {"LISTED": False, "REPORT": True, "REQUESTS": 16, "COLUMNS": 16}),
-    "tiles-no-report": (kernels.scatter_tiles, {"LISTED": False, "REPORT": False, "REQUESTS": 1, "COLUMNS": 1024}),
-    "listed": (kernels.scatter_tiles, {"LISTED": True, "REPORT": True, "REQUESTS": 1, "COLUMNS": 1024}),
+    "tiles": (kernels.scatter_tiles, {"LISTED": False, "REPORT": True, "VALID": True, "REQUESTS": 16, "COLUMNS": 16}),
+    "tiles-no-report": (
+        kernels.scatter_tiles,
+        {"LISTED": False, "REPORT": False, "VALID": False, "REQUESTS": 1, "COLUMNS": 1024},
+    ),
+    "listed": (kernels.scatter_tiles, {"LISTED": True, "REPORT": True, "VALID": False, "REQUESTS": 1, "COLUMNS": 1024}),
 }
 
 
