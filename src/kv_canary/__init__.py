@@ -1,6 +1,7 @@
 """The guarded scatter, the resident token pool and the canary: everything that runs on the device."""
 
-from kv_canary.pool import Sent, TokenPool
+from kv_canary.changes import Sent
+from kv_canary.pool import TokenPool
 from kv_canary.reference import scatter_req_token_ids_torch_reference
 from kv_canary.report import GuardReport, GuardViolation, Offender
 from kv_canary.scatter import launch_scatter_req_token_ids_kernel, scatter

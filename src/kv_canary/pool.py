@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any, TypedDict, Unpack
 
-import attrs
 import numpy as np
 import torch
 
+from kv_canary.changes import Requests, Sent
 from kv_canary.guards import POOL, table
 from kv_canary.kinds import PADDING_ROW, PLACEHOLDER
 from kv_canary.report import GuardReport
-from kv_canary.rows import Rows, check_starts, check_unique, columns_of, new_tokens, refuse
+from kv_canary.rows import Rows, check_starts, check_unique, refuse
 from kv_canary.scatter import scatter_checked
 from kv_canary.verify import verify_batch
 from kv_canary.violations import Violation, ViolationLog
@@ -45,21 +45,6 @@ class PoolOptions(TokenOptions, total=False):
     padding_row: int | None
     tail: int | None
     backend: str
-
-
-@attrs.frozen
-class Sent:
-    """What a ``sync`` sent.
-
-    Attributes:
-        num_tokens: tokens that the pool did not hold yet.
-        num_bytes: copied to the device, all told.
-        num_rewritten: rows that held something and were sent whole.
-    """
-
-    num_tokens: int = 0
-    num_bytes: int = 0
-    num_rewritten: int = 0
 
 
 class TokenPool:
@@ -185,27 +170,26 @@ class TokenPool:
 
         A sequence that became shorter is truncated. One whose known part was rewritten is found by comparing the last
         ``tail`` tokens that its row held, and sent whole; so is one that is cut deeper than that, for nothing is left
-        to compare. **What this cannot see**: a change further back that leaves the tail as it was. The row then keeps the
-        old tokens, until ``verify`` names them; ``tail=None`` compares everything, at its price.
+        to compare. **What this cannot see**: a change further back that leaves the tail as it was. The row then keeps
+        the old tokens, until ``verify`` names them; ``tail=None`` compares everything, at its price.
 
         Rows that are not named keep what they hold; ``release`` frees them.
 
         Raises: RaggedTypeError, RaggedValueError, RaggedOverflowError: names the request by position and id.
         """
-        rows, req_ids, seqs = columns_of(requests)
-        if not rows:
+        asked = Requests(requests)
+        if not asked.rows:
             return Sent()
-        rows_array = self._checked(rows, req_ids)
-        kept, lens = self._rows.kept(rows, rows_array, req_ids, seqs)
-        held = self._rows.lens[rows_array]
-        if np.array_equal(kept, lens) and np.array_equal(held, lens):
-            self._rows.hold(rows, rows_array, req_ids, seqs, lens)
-            return Sent()
-        batch = _build(self._builder, rows_array, new_tokens(seqs, kept, lens), kept, req_ids)
-        self._launch(batch, report)
-        self._rows.hold(rows, rows_array, req_ids, seqs, lens)
-        rewritten = np.count_nonzero((kept == 0) & (held > 0) & (lens > 0))
-        return Sent(batch.num_tokens, batch.packed.nbytes, int(rewritten))
+        rows, lens = self._checked(asked.rows, asked.req_ids), asked.lens()
+        known = self._rows.known(asked, rows)
+        sent = Sent()
+        if not (np.array_equal(known.kept, lens) and np.array_equal(known.held, lens)):
+            batch = _build(self._builder, rows, asked.behind(known.kept, lens), known.kept, asked.req_ids)
+            self._launch(batch, report)
+            rewritten = np.count_nonzero((known.kept == 0) & (known.held > 0) & (lens > 0))
+            sent = Sent(batch.num_tokens, batch.packed.nbytes, int(rewritten))
+        self._rows.hold(asked, rows, known, lens)
+        return sent
 
     @refuses
     def truncate(self, rows: Any, lens: Any) -> None:
@@ -270,8 +254,8 @@ class TokenPool:
             row's valid length is never equal to anything: it is ``"stale"``.
         """
         if not isinstance(batch, RaggedBatch):
-            rows, req_ids, seqs = columns_of(batch)
-            batch = _build(self._lenient, self._checked(rows, req_ids), seqs, None, req_ids)
+            asked = Requests(batch)
+            batch = _build(self._lenient, self._checked(asked.rows, asked.req_ids), asked.seqs, None, asked.req_ids)
         return verify_batch(batch, self.tokens, self.valid_lens, exact=True, report=report, backend=self._backend)
 
     def _checked(self, rows: Any, req_ids: tuple[object, ...] | None = None) -> Int64Array:
@@ -280,7 +264,7 @@ class TokenPool:
         if len(array) and int(array.view(np.uint64).max()) >= len(self._rows.lens):
             for request, row in enumerate(array.tolist()):
                 self._bounds.check(request, row, 0, 0, None if req_ids is None else req_ids[request])
-        check_unique(array.tolist(), req_ids)
+        check_unique(rows if isinstance(rows, tuple) else array.tolist(), req_ids)
         return array
 
     def _put(self, batch: RaggedBatch, starts: Int64Array, report: GuardReport | None) -> None:
@@ -293,9 +277,8 @@ class TokenPool:
         what = "the valid_len" if starts is self._rows.lens else "the start"
         check_starts(layout, starts, what, self._bounds)
         self._launch(batch, report)
-        self._rows.hold_unseen(
-            layout.req_pool_indices, np.minimum(layout.prefix_lens + layout.lengths, self.tokens.shape[1])
-        )
+        ends = layout.prefix_lens + layout.lengths
+        self._rows.hold_unseen(layout.req_pool_indices, np.minimum(ends, self.tokens.shape[1], out=ends))
 
     def _end_at(self, rows: Int64Array, lens: Int64Array) -> None:
         """Valid lengths on the device: a batch that writes no token, and ends each row where it starts."""

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
-from ragged import RaggedLayout
+from kv_canary.changes import Requests, plain
+from ragged import RaggedLayout, RaggedValueError
 from ragged.bounds import Bounds, duplicate_row
 from ragged.convert import Int64Array
-from ragged.errors import RaggedTypeError, RaggedValueError, request_name
-from ragged.rules import INT64_MAX
+from ragged.errors import request_name
 
 NOBODY = object()
 """Owner of a row that holds nothing."""
@@ -22,7 +21,15 @@ ANYBODY = object()
 UNSEEN: list[Any] = [object()]
 """The tail of a row whose last tokens the host has not kept; equal to nothing."""
 
-Tokens = Sequence[Any]
+
+class Known(NamedTuple):
+    """What the host knows of the rows of some requests: int64 ``[num_reqs]`` twice, and their tails."""
+
+    held: Int64Array
+    """Tokens that the row holds."""
+    kept: Int64Array
+    """How many of them are the request's first ones, as far as ids and tails can tell."""
+    tails: list[list[Any]]
 
 
 class Rows:
@@ -30,41 +37,37 @@ class Rows:
 
     Args:
         max_reqs: how many rows.
-        tail: how many of a row's last tokens are kept; None for all.
+        tail: how many of a row's last tokens are kept at least, twice as many at most; None for all.
+
+    Attributes:
+        lens: int64 ``[max_reqs]``, tokens that each row validly holds.
     """
 
     def __init__(self, max_reqs: int, tail: int | None) -> None:
         self.lens: Int64Array = np.zeros(max_reqs, dtype=np.int64)
-        self._last = slice(None) if tail is None else slice(-tail, None)
-        # By row, and by plain int: looked up for hundreds of rows at once, without a Python call each.
+        self._fewest = sys.maxsize // 2 if tail is None else tail
+        # By plain int: looked up for hundreds of rows at once, without a Python call each.
         self._tails: dict[int, list[Any]] = {row: [] for row in range(max_reqs)}
         self._owners: dict[int, object] = dict.fromkeys(range(max_reqs), NOBODY)
         self._unseen = np.zeros(max_reqs, dtype=np.bool_)  # rows whose tail and owner are still to be forgotten
 
-    def kept(
-        self, rows: Sequence[int], rows_array: Int64Array, req_ids: Sequence[object], seqs: Sequence[Tokens]
-    ) -> tuple[Int64Array, Int64Array]:
-        """How many tokens of each sequence its row holds already, and how many there are; int64 ``[num_reqs]`` each.
-
-        As far as ids and tails can tell: the row must be the request's, and the known last tokens must be unchanged.
-        """
+    def known(self, requests: Requests, rows: Int64Array) -> Known:
+        """What each request's row holds of it: the row must be its own, and the last tokens unchanged."""
         self._forget_unseen()
-        held = self.lens[rows_array]
-        lens = np.array(list(map(len, seqs)), dtype=np.int64)
-        tails = list(map(self._tails.__getitem__, rows))
-        owners = list(map(self._owners.__getitem__, rows))
-        found = [seq[end - len(tail) : end] for seq, end, tail in zip(seqs, held.tolist(), tails, strict=True)]
-        if set(map(type, seqs)) != {list}:
-            found = list(map(plain, found))
-        if found == tails and owners == list(req_ids):
-            return held, lens
+        held = self.lens[rows]
+        ends = held.tolist()
+        tails = list(map(self._tails.__getitem__, requests.rows))
+        owners = tuple(map(self._owners.__getitem__, requests.rows))
+        found = requests.slices([end - len(tail) for end, tail in zip(ends, tails, strict=True)], ends)
+        if found == tails and owners == requests.req_ids:
+            return Known(held, held, tails)
         kept = held.copy()
-        facts = enumerate(zip(found, tails, owners, req_ids, strict=True))
+        facts = enumerate(zip(found, tails, owners, requests.req_ids, strict=True))
         for i in [i for i, (last, tail, owner, req_id) in facts if last != tail or owner != req_id]:
-            kept[i] = self._kept(rows[i], req_ids[i], seqs[i])
-        return kept, lens
+            kept[i] = self._kept(requests.rows[i], requests.req_ids[i], requests.seqs[i])
+        return Known(held, kept, tails)
 
-    def _kept(self, row: int, req_id: object, seq: Tokens) -> int:
+    def _kept(self, row: int, req_id: object, seq: Sequence[Any]) -> int:
         """The same for one request whose row is not simply what it was, or longer."""
         owner, tail, held = self._owners[row], self._tails[row], int(self.lens[row])
         if owner is not ANYBODY and (owner is NOBODY or owner != req_id):
@@ -74,16 +77,18 @@ class Rows:
             return 0
         return end if plain(seq[begin:end]) == tail[: end - begin] else 0
 
-    def hold(
-        self, rows: Sequence[int], rows_array: Int64Array, req_ids: Sequence[object], seqs: Sequence[Tokens], lens: Any
-    ) -> None:
-        """Each row holds exactly this sequence, for this request."""
-        tails: list[Any] = list(map(itemgetter(self._last), seqs))
-        if set(map(type, seqs)) != {list}:
-            tails = list(map(plain, tails))
-        self.lens[rows_array] = lens
-        self._tails.update(zip(rows, tails, strict=True))
-        self._owners.update(zip(rows, req_ids, strict=True))
+    def hold(self, requests: Requests, rows: Int64Array, known: Known, lens: Int64Array) -> None:
+        """Each row holds exactly its request."""
+        self.lens[rows] = lens
+        self._owners.update(zip(requests.rows, requests.req_ids, strict=True))
+        # In a decode step a tail grows by a token, and is cut back only once it is twice as long as it has to be.
+        one_more = ((known.kept == known.held) & (lens == known.held + 1)).tolist()
+        most = 2 * self._fewest if requests.all_lists else 0
+        for row, seq, tail, grows in zip(requests.rows, requests.seqs, known.tails, one_more, strict=True):
+            if grows and len(tail) < most:
+                tail.append(seq[-1])
+            else:
+                self._tails[row] = plain(seq[-self._fewest :])
 
     def hold_unseen(self, rows: Int64Array, lens: Int64Array) -> None:
         """Each row holds so many tokens, which the host has not seen."""
@@ -93,7 +98,7 @@ class Rows:
     def _forget_unseen(self) -> None:
         if self._unseen.any():
             for row in np.flatnonzero(self._unseen).tolist():
-                self._tails[row], self._owners[row] = UNSEEN, ANYBODY
+                self._tails[row], self._owners[row] = UNSEEN if self.lens[row] else [], ANYBODY
             self._unseen[:] = False
 
     def cut(self, rows: Int64Array, lens: Int64Array) -> None:
@@ -122,57 +127,6 @@ class Rows:
         tail = self._tails[row]
         left = len(tail) - (held - length)
         return [] if length == 0 else tail[:left] if left > 0 and tail is not UNSEEN else UNSEEN
-
-
-def plain(tokens: Any) -> list[Any]:
-    """A slice of a sequence as a list of Python numbers."""
-    if isinstance(tokens, list):
-        return tokens
-    return tokens.tolist() if hasattr(tokens, "tolist") else list(tokens)
-
-
-def columns_of(requests: Any) -> tuple[tuple[int, ...], tuple[object, ...], tuple[Tokens, ...]]:
-    """Rows, ids and token sequences of requests.
-
-    Raises: RaggedTypeError: an entry is no such triple, or what it holds is no sequence on the host.
-    """
-    try:
-        rows, req_ids, seqs = zip(*requests, strict=True) if requests else ((), (), ())
-    except (TypeError, ValueError) as cause:
-        raise RaggedTypeError(
-            "requests must be (row, req_id, token sequence) each", argument="requests", got=type(requests).__name__
-        ) from cause
-    for kind in set(map(type, seqs)) - {list, tuple, range}:
-        if not hasattr(kind, "__len__") or not hasattr(kind, "__getitem__") or issubclass(kind, torch.Tensor):
-            _name_unfit(req_ids, seqs)
-    return rows, req_ids, seqs
-
-
-def _name_unfit(req_ids: tuple[object, ...], seqs: tuple[Any, ...]) -> None:
-    for request, (req_id, seq) in enumerate(zip(req_ids, seqs, strict=True)):
-        on_device = isinstance(seq, torch.Tensor) and seq.device.type != "cpu"
-        if on_device or not hasattr(seq, "__len__") or not hasattr(seq, "__getitem__"):
-            got = str(seq.device) if on_device else type(seq).__name__
-            raise RaggedTypeError(
-                f"token_ids of {request_name(request, req_id)} must be a sequence on the host, got {got}",
-                argument="token_ids",
-                request=request,
-                req_id=req_id,
-                got=got,
-                hint="append a batch of them: sync would have to wait for the device to compare" if on_device else None,
-            )
-
-
-def new_tokens(seqs: tuple[Tokens, ...], kept: Int64Array, lens: Int64Array) -> Any:
-    """The tokens behind the known ones; where all requests have one, as in a decode step, as int64 ``[num_reqs, 1]``.
-
-    256 lists of one token: 27 us less than as slices, and 50 us less in the builder (one core of an AMD EPYC).
-    """
-    if (lens - kept == 1).all():
-        last = list(map(itemgetter(-1), seqs))
-        if set(map(type, last)) == {int} and max(last) <= INT64_MAX and min(last) >= -INT64_MAX:
-            return np.array(last, dtype=np.int64)[:, None]
-    return [seq[start:] for seq, start in zip(seqs, kept.tolist(), strict=True)]
 
 
 def check_starts(layout: RaggedLayout, starts: Int64Array, what: str, bounds: Bounds) -> None:
