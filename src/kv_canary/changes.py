@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import cached_property
 from operator import itemgetter
 from typing import Any
 
@@ -12,7 +14,6 @@ import torch
 
 from ragged.convert import Int64Array
 from ragged.errors import RaggedTypeError, request_name
-from ragged.rules import INT64_MAX
 
 _last_of = itemgetter(-1)
 
@@ -56,22 +57,27 @@ class Requests:
 
     def _check_kinds(self) -> None:
         for request, (req_id, seq) in enumerate(zip(self.req_ids, self.seqs, strict=True)):
-            on_device = isinstance(seq, torch.Tensor) and seq.device.type != "cpu"
-            if on_device or not hasattr(seq, "__len__") or not hasattr(seq, "__getitem__"):
-                got = str(seq.device) if on_device else type(seq).__name__
-                hint = "append a batch of them: comparing would have to wait for the device" if on_device else None
-                raise RaggedTypeError(
-                    f"token_ids of {request_name(request, req_id)} must be a sequence on the host, got {got}",
-                    argument="token_ids",
-                    request=request,
-                    req_id=req_id,
-                    got=got,
-                    hint=hint,
-                )
+            got = type(seq).__name__
+            if isinstance(seq, torch.Tensor) and seq.device.type != "cpu":
+                got = str(seq.device)  # comparing would have to wait for it
+            elif _is_sequence(seq):
+                continue
+            raise RaggedTypeError(
+                f"token_ids of {request_name(request, req_id)} must be a sequence on the host, got {got}",
+                argument="token_ids",
+                request=request,
+                req_id=req_id,
+                got=got,
+            )
 
     def lens(self) -> Int64Array:
         """int64 ``[num_reqs]``."""
-        return np.array(list(map(len, self.seqs)), dtype=np.int64)
+        return np.fromiter(map(len, self.seqs), np.int64, len(self.seqs))
+
+    @cached_property
+    def last(self) -> list[Any]:
+        """The last token of each; none may be empty."""
+        return list(map(_last_of, self.seqs))
 
     def slices(self, starts: Sequence[int], ends: Sequence[int]) -> list[list[Any]]:
         """A stretch of each sequence, as a list of Python numbers."""
@@ -84,10 +90,17 @@ class Requests:
         256 lists of one new token: 27 us less than as slices, and 50 us less in the builder (one core of an AMD EPYC).
         """
         if (lens - kept == 1).all():
-            last = list(map(_last_of, self.seqs))
-            if set(map(type, last)) == {int} and min(last) >= -INT64_MAX and max(last) <= INT64_MAX:
-                return np.array(last, dtype=np.int64)[:, None]
+            if set(map(type, self.last)) == {int}:
+                with suppress(OverflowError):  # the builder refuses it, with its name
+                    return np.array(self.last, dtype=np.int64)[:, None]
         return [seq[start:] for seq, start in zip(self.seqs, kept.tolist(), strict=True)]
+
+
+def _is_sequence(value: Any) -> bool:
+    try:
+        return len(value) >= 0 and len(value[0:0]) == 0
+    except (TypeError, KeyError, IndexError, ValueError):
+        return False
 
 
 def plain(tokens: Any) -> list[Any]:

@@ -89,6 +89,7 @@ class TokenPool:
             device=device, pool_shape=shape, padding_row=padding_row, allow_placeholders=True, wide_tokens="opaque"
         )
         self._rows = Rows(shape[0], None if tail is None else as_int(tail, "tail", least=1))
+        self._checked_last: tuple[tuple[int, ...], Int64Array] = ((), np.empty(0, dtype=np.int64))
         self.tokens = tokens
         with torch.inference_mode(False):
             self.valid_lens = torch.zeros(shape[0], dtype=torch.int64, device=device)
@@ -183,11 +184,11 @@ class TokenPool:
         rows, lens = self._checked(asked.rows, asked.req_ids), asked.lens()
         known = self._rows.known(asked, rows)
         sent = Sent()
-        if not (np.array_equal(known.kept, lens) and np.array_equal(known.held, lens)):
+        if known.changed or not np.array_equal(known.held, lens):
             batch = _build(self._builder, rows, asked.behind(known.kept, lens), known.kept, asked.req_ids)
             self._launch(batch, report)
-            rewritten = np.count_nonzero((known.kept == 0) & (known.held > 0) & (lens > 0))
-            sent = Sent(batch.num_tokens, batch.packed.nbytes, int(rewritten))
+            whole: Any = (known.kept == 0) & (known.held > 0) & (lens > 0) if known.changed else ()
+            sent = Sent(batch.num_tokens, batch.packed.nbytes, int(np.count_nonzero(whole)))
         self._rows.hold(asked, rows, known, lens)
         return sent
 
@@ -260,11 +261,15 @@ class TokenPool:
 
     def _checked(self, rows: Any, req_ids: tuple[object, ...] | None = None) -> Int64Array:
         """Rows inside the pool, each named once. The padding row is refused where it would get tokens."""
+        if rows == self._checked_last[0] and set(map(type, rows)) == {int}:  # the same requests as a step ago
+            return self._checked_last[1]
         array = Converter(Mode.STRICT, req_ids=req_ids).host(rows, "req_pool_indices")
         if len(array) and int(array.view(np.uint64).max()) >= len(self._rows.lens):
             for request, row in enumerate(array.tolist()):
                 self._bounds.check(request, row, 0, 0, None if req_ids is None else req_ids[request])
-        check_unique(rows if isinstance(rows, tuple) else array.tolist(), req_ids)
+        check_unique(array.tolist(), req_ids)
+        if isinstance(rows, tuple):
+            self._checked_last = (rows, array)
         return array
 
     def _put(self, batch: RaggedBatch, starts: Int64Array, report: GuardReport | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -30,6 +31,8 @@ class Known(NamedTuple):
     kept: Int64Array
     """How many of them are the request's first ones, as far as ids and tails can tell."""
     tails: list[list[Any]]
+    changed: bool
+    """Whether some row is not the request's own, or is no longer its beginning."""
 
 
 class Rows:
@@ -55,17 +58,17 @@ class Rows:
         """What each request's row holds of it: the row must be its own, and the last tokens unchanged."""
         self._forget_unseen()
         held = self.lens[rows]
-        ends = held.tolist()
         tails = list(map(self._tails.__getitem__, requests.rows))
         owners = tuple(map(self._owners.__getitem__, requests.rows))
-        found = requests.slices([end - len(tail) for end, tail in zip(ends, tails, strict=True)], ends)
+        starts = held - np.fromiter(map(len, tails), np.int64, len(tails))
+        found = requests.slices(starts.tolist(), held.tolist())
         if found == tails and owners == requests.req_ids:
-            return Known(held, held, tails)
+            return Known(held, held, tails, False)
         kept = held.copy()
         facts = enumerate(zip(found, tails, owners, requests.req_ids, strict=True))
         for i in [i for i, (last, tail, owner, req_id) in facts if last != tail or owner != req_id]:
             kept[i] = self._kept(requests.rows[i], requests.req_ids[i], requests.seqs[i])
-        return Known(held, kept, tails)
+        return Known(held, kept, tails, True)
 
     def _kept(self, row: int, req_id: object, seq: Sequence[Any]) -> int:
         """The same for one request whose row is not simply what it was, or longer."""
@@ -80,15 +83,15 @@ class Rows:
     def hold(self, requests: Requests, rows: Int64Array, known: Known, lens: Int64Array) -> None:
         """Each row holds exactly its request."""
         self.lens[rows] = lens
-        self._owners.update(zip(requests.rows, requests.req_ids, strict=True))
-        # In a decode step a tail grows by a token, and is cut back only once it is twice as long as it has to be.
-        one_more = ((known.kept == known.held) & (lens == known.held + 1)).tolist()
-        most = 2 * self._fewest if requests.all_lists else 0
-        for row, seq, tail, grows in zip(requests.rows, requests.seqs, known.tails, one_more, strict=True):
-            if grows and len(tail) < most:
-                tail.append(seq[-1])
-            else:
-                self._tails[row] = plain(seq[-self._fewest :])
+        if known.changed:
+            self._owners.update(zip(requests.rows, requests.req_ids, strict=True))
+        # In a decode step tails grow by a token, and are cut back only once they are twice as long as they have to be.
+        one_more = (lens == known.held + 1).all() and not known.changed and requests.all_lists
+        if one_more and max(map(len, known.tails)) < 2 * self._fewest:
+            deque(map(list.append, known.tails, requests.last), maxlen=0)
+            return
+        for row, seq in zip(requests.rows, requests.seqs, strict=True):
+            self._tails[row] = plain(seq[-self._fewest :])
 
     def hold_unseen(self, rows: Int64Array, lens: Int64Array) -> None:
         """Each row holds so many tokens, which the host has not seen."""
@@ -142,10 +145,11 @@ def check_starts(layout: RaggedLayout, starts: Int64Array, what: str, bounds: Bo
         i = int(wrong.argmax())
         says = f"must be {starts[rows[i]]}, {what} of row {rows[i]}"
         raise refuse("prefix_lens", says, layout.prefix_lens[i], starts[rows[i]], i, layout.req_id(i))
-    padded = (rows == padding_row) & (layout.lengths > 0)
-    if padded.any():
-        i = int(padded.argmax())
-        bounds.check(i, int(rows[i]), int(layout.lengths[i]), 0, layout.req_id(i))
+    if layout.bounds.padding_row != padding_row:  # else the layout has seen to that too
+        padded = (rows == padding_row) & (layout.lengths > 0)
+        if padded.any():
+            i = int(padded.argmax())
+            bounds.check(i, int(rows[i]), int(layout.lengths[i]), 0, layout.req_id(i))
 
 
 def check_unique(rows: Sequence[int], req_ids: Sequence[object] | None = None) -> None:
