@@ -89,10 +89,9 @@ class Requests:
 
         256 lists of one new token: 27 us less than as slices, and 50 us less in the builder (one core of an AMD EPYC).
         """
-        if (lens - kept == 1).all():
-            if set(map(type, self.last)) == {int}:
-                with suppress(OverflowError):  # the builder refuses it, with its name
-                    return np.array(self.last, dtype=np.int64)[:, None]
+        if (lens - kept == 1).all() and set(map(type, self.last)) == {int}:
+            with suppress(OverflowError):  # the builder refuses it, with its name
+                return np.array(self.last, dtype=np.int64)[:, None]
         return [seq[start:] for seq, start in zip(self.seqs, kept.tolist(), strict=True)]
 
 

@@ -11,7 +11,7 @@ from kv_canary.changes import Requests, Sent
 from kv_canary.guards import POOL, table
 from kv_canary.kinds import PADDING_ROW, PLACEHOLDER
 from kv_canary.report import GuardReport
-from kv_canary.rows import Rows, check_starts, check_unique, refuse
+from kv_canary.rows import Rows, refuse
 from kv_canary.scatter import scatter_checked
 from kv_canary.verify import verify_batch
 from kv_canary.violations import Violation, ViolationLog
@@ -88,8 +88,7 @@ class TokenPool:
         self._lenient = RaggedBatchBuilder(
             device=device, pool_shape=shape, padding_row=padding_row, allow_placeholders=True, wide_tokens="opaque"
         )
-        self._rows = Rows(shape[0], None if tail is None else as_int(tail, "tail", least=1))
-        self._checked_last: tuple[tuple[int, ...], Int64Array] = ((), np.empty(0, dtype=np.int64))
+        self._rows = Rows(self._bounds, None if tail is None else as_int(tail, "tail", least=1))
         self.tokens = tokens
         with torch.inference_mode(False):
             self.valid_lens = torch.zeros(shape[0], dtype=torch.int64, device=device)
@@ -181,7 +180,7 @@ class TokenPool:
         asked = Requests(requests)
         if not asked.rows:
             return Sent()
-        rows, lens = self._checked(asked.rows, asked.req_ids), asked.lens()
+        rows, lens = self._rows.checked(asked.rows, asked.req_ids), asked.lens()
         known = self._rows.known(asked, rows)
         sent = Sent()
         if known.changed or not np.array_equal(known.held, lens):
@@ -200,7 +199,7 @@ class TokenPool:
             rows: int64 ``[n]`` on the host, each once.
             lens: int64 ``[n]``, at most what the row holds.
         """
-        rows = self._checked(rows)
+        rows = self._rows.checked(rows)
         lens = Converter(Mode.STRICT).host(lens, "lens")
         apply([HasLength("lens", "number of rows", lambda _: len(rows))], {"lens": lens}, where=POOL)
         held = self._rows.lens[rows]
@@ -214,7 +213,7 @@ class TokenPool:
     @refuses
     def release(self, rows: Any) -> None:
         """Each row, int64 ``[n]`` on the host, each once, is free: nothing of it is ever read or compared again."""
-        rows = self._checked(rows)
+        rows = self._rows.checked(rows)
         self._end_at(rows, np.zeros_like(rows))
         self._rows.free(rows)
 
@@ -256,21 +255,10 @@ class TokenPool:
         """
         if not isinstance(batch, RaggedBatch):
             asked = Requests(batch)
-            batch = _build(self._lenient, self._checked(asked.rows, asked.req_ids), asked.seqs, None, asked.req_ids)
+            batch = _build(
+                self._lenient, self._rows.checked(asked.rows, asked.req_ids), asked.seqs, None, asked.req_ids
+            )
         return verify_batch(batch, self.tokens, self.valid_lens, exact=True, report=report, backend=self._backend)
-
-    def _checked(self, rows: Any, req_ids: tuple[object, ...] | None = None) -> Int64Array:
-        """Rows inside the pool, each named once. The padding row is refused where it would get tokens."""
-        if rows == self._checked_last[0] and set(map(type, rows)) == {int}:  # the same requests as a step ago
-            return self._checked_last[1]
-        array = Converter(Mode.STRICT, req_ids=req_ids).host(rows, "req_pool_indices")
-        if len(array) and int(array.view(np.uint64).max()) >= len(self._rows.lens):
-            for request, row in enumerate(array.tolist()):
-                self._bounds.check(request, row, 0, 0, None if req_ids is None else req_ids[request])
-        check_unique(array.tolist(), req_ids)
-        if isinstance(rows, tuple):
-            self._checked_last = (rows, array)
-        return array
 
     def _put(self, batch: RaggedBatch, starts: Int64Array, report: GuardReport | None) -> None:
         """Scatter a batch whose prefixes must be ``starts``, int64 ``[max_reqs]``, of its rows."""
@@ -279,8 +267,7 @@ class TokenPool:
             raise RaggedTypeError(f"{POOL}batch must be a RaggedBatch, got {got}", argument="batch", got=got)
         layout = batch.layout
         layout.check_pool(self.tokens.shape)
-        what = "the valid_len" if starts is self._rows.lens else "the start"
-        check_starts(layout, starts, what, self._bounds)
+        self._rows.check_starts(layout, starts)
         self._launch(batch, report)
         ends = layout.prefix_lens + layout.lengths
         self._rows.hold_unseen(layout.req_pool_indices, np.minimum(ends, self.tokens.shape[1], out=ends))

@@ -12,7 +12,7 @@ import numpy as np
 from kv_canary.changes import Requests, plain
 from ragged import RaggedLayout, RaggedValueError
 from ragged.bounds import Bounds, duplicate_row
-from ragged.convert import Int64Array
+from ragged.convert import Converter, Int64Array, Mode
 from ragged.errors import request_name
 
 NOBODY = object()
@@ -39,20 +39,56 @@ class Rows:
     """The host mirror of a pool's rows.
 
     Args:
-        max_reqs: how many rows.
+        bounds: the pool's.
         tail: how many of a row's last tokens are kept at least, twice as many at most; None for all.
 
     Attributes:
         lens: int64 ``[max_reqs]``, tokens that each row validly holds.
     """
 
-    def __init__(self, max_reqs: int, tail: int | None) -> None:
+    def __init__(self, bounds: Bounds, tail: int | None) -> None:
+        max_reqs = 0 if bounds.pool_shape is None else bounds.pool_shape[0]
+        self._bounds = bounds
+        self._last: tuple[tuple[int, ...], Int64Array] = ((), np.empty(0, dtype=np.int64))  # what was checked last
         self.lens: Int64Array = np.zeros(max_reqs, dtype=np.int64)
         self._fewest = sys.maxsize // 2 if tail is None else tail
         # By plain int: looked up for hundreds of rows at once, without a Python call each.
         self._tails: dict[int, list[Any]] = {row: [] for row in range(max_reqs)}
         self._owners: dict[int, object] = dict.fromkeys(range(max_reqs), NOBODY)
         self._unseen = np.zeros(max_reqs, dtype=np.bool_)  # rows whose tail and owner are still to be forgotten
+
+    def checked(self, rows: Any, req_ids: tuple[object, ...] | None = None) -> Int64Array:
+        """Rows inside the pool, each named once. The padding row is refused where it would get tokens."""
+        if rows == self._last[0] and set(map(type, rows)) == {int}:  # the same requests as a step ago
+            return self._last[1]
+        array = Converter(Mode.STRICT, req_ids=req_ids).host(rows, "req_pool_indices")
+        if len(array) and int(array.view(np.uint64).max()) >= len(self.lens):
+            for request, row in enumerate(array.tolist()):
+                self._bounds.check(request, row, 0, 0, None if req_ids is None else req_ids[request])
+        check_unique(array.tolist(), req_ids)
+        if isinstance(rows, tuple):
+            self._last = (rows, array)
+        return array
+
+    def check_starts(self, layout: RaggedLayout, starts: Int64Array) -> None:
+        """Hold a layout, already inside the pool, against the column, int64 ``[max_reqs]``, at which each row goes on.
+
+        Raises: RaggedValueError: a prefix that is not its row's; tokens for the padding row; a row named twice.
+        """
+        rows, padding_row = layout.req_pool_indices, self._bounds.padding_row
+        if np.count_nonzero(layout.lengths) < layout.num_reqs:  # else the layout has seen to it
+            check_unique(rows[rows != padding_row].tolist(), layout.req_ids)
+        wrong = layout.prefix_lens != starts[rows]
+        if wrong.any():
+            i = int(wrong.argmax())
+            what = "the valid_len" if starts is self.lens else "the start"
+            says = f"must be {starts[rows[i]]}, {what} of row {rows[i]}"
+            raise refuse("prefix_lens", says, layout.prefix_lens[i], starts[rows[i]], i, layout.req_id(i))
+        if layout.bounds.padding_row != padding_row:  # else the layout has seen to that too
+            padded = (rows == padding_row) & (layout.lengths > 0)
+            if padded.any():
+                i = int(padded.argmax())
+                self._bounds.check(i, int(rows[i]), int(layout.lengths[i]), 0, layout.req_id(i))
 
     def known(self, requests: Requests, rows: Int64Array) -> Known:
         """What each request's row holds of it: the row must be its own, and the last tokens unchanged."""
@@ -130,26 +166,6 @@ class Rows:
         tail = self._tails[row]
         left = len(tail) - (held - length)
         return [] if length == 0 else tail[:left] if left > 0 and tail is not UNSEEN else UNSEEN
-
-
-def check_starts(layout: RaggedLayout, starts: Int64Array, what: str, bounds: Bounds) -> None:
-    """Hold a layout, already inside the pool, against the column at which each row, int64 ``[max_reqs]``, must go on.
-
-    Raises: RaggedValueError: a prefix that is not ``what`` of its row; tokens for the padding row; a row named twice.
-    """
-    rows, padding_row = layout.req_pool_indices, bounds.padding_row
-    if np.count_nonzero(layout.lengths) < layout.num_reqs:  # else the layout has seen to it
-        check_unique(rows[rows != padding_row].tolist(), layout.req_ids)
-    wrong = layout.prefix_lens != starts[rows]
-    if wrong.any():
-        i = int(wrong.argmax())
-        says = f"must be {starts[rows[i]]}, {what} of row {rows[i]}"
-        raise refuse("prefix_lens", says, layout.prefix_lens[i], starts[rows[i]], i, layout.req_id(i))
-    if layout.bounds.padding_row != padding_row:  # else the layout has seen to that too
-        padded = (rows == padding_row) & (layout.lengths > 0)
-        if padded.any():
-            i = int(padded.argmax())
-            bounds.check(i, int(rows[i]), int(layout.lengths[i]), 0, layout.req_id(i))
 
 
 def check_unique(rows: Sequence[int], req_ids: Sequence[object] | None = None) -> None:
