@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from kv_canary.pool import TokenPool
 from kv_canary.report import GuardReport
 from kv_canary.scatter import launch_scatter_req_token_ids_kernel, scatter
+from kv_canary.verify import verify_batch
+from kv_canary.violations import ViolationLog
 from ragged import Overflow, RaggedBatch
 from ragged.tiles import EVEN_ENOUGH, ONE_WAVE, TILE
 
@@ -24,6 +27,8 @@ def warmup(device: torch.device | str) -> None:
     the current stream; does nothing that lasts.
     """
     pool = torch.zeros((len(_UNEVEN), 1), dtype=torch.int32, device=device)
+    log = ViolationLog.allocate(device)
+    tokens = TokenPool.adopt(pool, padding_row=None)
     for report in (None, GuardReport.allocate(device)):
         for lengths in SAMPLES:
             batch = RaggedBatch.from_sequences(
@@ -33,6 +38,9 @@ def warmup(device: torch.device | str) -> None:
                 overflow=Overflow.TRUNCATE,
             )
             scatter(batch, pool, report=report)
+            tokens.write(batch, report=report)
+            for exact in (True, False):
+                verify_batch(batch, pool, tokens.valid_lens, exact=exact, report=log, backend="auto")
         for num_tokens in (1, LARGE_FLAT):
             for shift in (0, 1):  # a flat vector that is aligned to 16 bytes, and one that is not
                 flat = torch.zeros(num_tokens + shift, dtype=torch.int64, device=device)[shift:]
