@@ -62,7 +62,7 @@ ROOMS = {
     "kv_canary.verify": _room(4, "numpy", "ragged", "torch"),
     "kv_canary.pool": _room(5, "attrs", "numpy", "ragged", "torch"),
     "kv_canary.warmup": _room(5, "ragged", "torch"),
-    "kv_canary.replay": _room(6, "attrs", "numpy", "ragged", "torch"),
+    "kv_canary.replay": _room(6, "attrs", "matplotlib", "numpy", "ragged", "torch"),
     "kv_canary.cli": _room(7, "click", "rich", "torch"),
     "kv_canary.__main__": _room(7),
 }

@@ -6,11 +6,13 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
 from kv_canary.replay.inject import KINDS
+from kv_canary.replay.plot import plot
 from kv_canary.replay.result import ReplayResult, ReplaySettings
 from kv_canary.replay.run import replay
 from kv_canary.replay.scheduler import Scheduler
@@ -62,6 +64,13 @@ def _checked_folder(_context: click.Context, _option: click.Parameter, path: Pat
     if path is not None and not path.parent.is_dir():
         raise click.BadParameter(f"{path.parent} is not a folder")
     return path
+
+
+def _checked_plot(context: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
+    """The same for a picture, and what draws it."""
+    if path is not None and find_spec("matplotlib") is None:
+        raise click.BadParameter("needs matplotlib, which is not installed; pip install 'ragged-kv-canary[plot]'")
+    return _checked_folder(context, option, path)
 
 
 @main.command("replay", short_help="Replay a serving trace, and verify the pool.")
@@ -129,12 +138,24 @@ def _checked_folder(_context: click.Context, _option: click.Parameter, path: Pat
     help="Write the figures and the settings to FILE.",
 )
 @click.option(
+    "--plot",
+    "plot_path",
+    type=click.Path(path_type=Path, dir_okay=False, writable=True),
+    callback=_checked_plot,
+    metavar="FILE.png",
+    help="Draw requests, tokens and host time by step, and where violations are.",
+)
+@click.option(
     "--inject",
     type=click.Choice(list(KINDS)),
     help="Break one step on purpose, to see that it is found (exit 1).",
 )
 def replay_command(
-    trace: Path | None, requests: int | None, json_path: Path | None, **settings: str | int | None
+    trace: Path | None,
+    requests: int | None,
+    json_path: Path | None,
+    plot_path: Path | None,
+    **settings: str | int | None,
 ) -> None:
     """Replay a serving trace through a small scheduler, and check every token in the pool.
 
@@ -160,6 +181,8 @@ def replay_command(
             raise _BadCall(str(error)) from None
     if json_path is not None:
         _write_json(json_path, result)
+    if plot_path is not None:
+        _write_plot(plot_path, result)
     _print_table(result)
     for finding in result.findings:
         click.echo(finding, err=True)
@@ -196,20 +219,30 @@ def _write_json(path: Path, result: ReplayResult) -> None:
         raise _BadCall(f"{path}: cannot be written: {error.strerror}") from None
 
 
+def _write_plot(path: Path, result: ReplayResult) -> None:
+    try:
+        plot(result, path)
+    except (OSError, ValueError) as error:
+        raise _BadCall(f"{path}: cannot be drawn: {error}") from None
+
+
 def _print_table(result: ReplayResult) -> None:
     reasons = ", ".join(f"{count:,} {why}" for why, count in result.refused_reasons.items() if count)
     refused = f"{result.requests_refused:,}" + (f" ({reasons})" if reasons else "")
     verdict = "clean" if result.tokens_verified else "NOTHING WAS COMPARED"
     if result.findings:
         verdict = f"FAILED, {result.violations:,} violations"
+    means = result.per_step()
     rows = {
         "trace": f"{result.trace}, {result.requests:,} requests",
         "steps": f"{result.steps:,} in {result.seconds:.1f} s",
         "requests finished": f"{result.requests_finished:,}",
         "requests refused": refused,
-        "tokens scattered": f"{result.tokens_scattered:,}",
-        "bytes copied": f"{result.bytes_copied:,}",
-        "host us a step": f"p50 {result.host_us_at(50):,.0f}, p99 {result.host_us_at(99):,.0f} (build + scatter)",
+        "tokens sent": f"{result.tokens_scattered:,}; a step {means['tokens']:,.0f}, "
+        f"a full re-scatter {means['rescatter_tokens']:,.0f}",
+        "bytes copied": f"{result.bytes_copied:,}; a step {means['bytes']:,.0f}, "
+        f"a full re-scatter {means['rescatter_bytes']:,.0f}",
+        "host us a step": f"p50 {result.host_us_at(50):,.0f}, p99 {result.host_us_at(99):,.0f} (sync)",
         "verification": (
             f"{verdict}; {result.tokens_verified:,} tokens of {result.requests_verified:,} requests compared"
         ),

@@ -29,6 +29,8 @@ REPORT_COLUMNS = 5
 
 PLACEHOLDER = -1
 """What the pool holds where a token id is not known or does not fit int32; never compared."""
+UNWRITTEN = -2
+"""What fills a pool that is allocated here: no token and no placeholder, so that a cell never written is seen."""
 PADDING_ROW = 0
 """Where CUDA-graph padding points."""
 INT32_MIN = -(2**31)

@@ -9,7 +9,7 @@ import torch
 
 from kv_canary.changes import Requests, Sent
 from kv_canary.guards import POOL, table
-from kv_canary.kinds import PADDING_ROW, PLACEHOLDER
+from kv_canary.kinds import PADDING_ROW, UNWRITTEN
 from kv_canary.report import GuardReport
 from kv_canary.rows import Rows, refuse
 from kv_canary.scatter import scatter_checked
@@ -58,7 +58,7 @@ class TokenPool:
     >>> pool.sync([(1, "chat", chat), (3, "other", other)]).num_tokens
     1
     >>> pool.tokens[1].tolist(), pool.valid_lens.tolist()
-    ([11, 12, 13, 14, -1, -1, -1, -1], [0, 4, 0, 1])
+    ([11, 12, 13, 14, -2, -2, -2, -2], [0, 4, 0, 1])
     >>> pool.verify([(1, "chat", chat), (3, "other", other)]).drain()
     []
 
@@ -98,10 +98,10 @@ class TokenPool:
     def allocate(
         cls, max_reqs: int, max_context_len: int, *, device: torch.device | str, **options: Unpack[PoolOptions]
     ) -> TokenPool:
-        """A pool of its own memory, filled with placeholders. Keywords: PoolOptions."""
+        """A pool of its own memory, filled with ``kinds.UNWRITTEN``. Keywords: PoolOptions."""
         shape = (as_int(max_reqs, "max_reqs", least=0), as_int(max_context_len, "max_context_len", least=0))
         with torch.inference_mode(False):
-            tokens = torch.full(shape, PLACEHOLDER, dtype=torch.int32, device=resolve_device(device))
+            tokens = torch.full(shape, UNWRITTEN, dtype=torch.int32, device=resolve_device(device))
         return cls(tokens, **options)
 
     @classmethod

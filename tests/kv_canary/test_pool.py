@@ -40,7 +40,7 @@ def state_of(pool: TokenPool) -> Any:
 def test_a_new_pool_is_empty_and_its_price_was_known(target: Any) -> None:
     pool = pool_of(target)
     assert rows_of(pool) == {}
-    assert pool.tokens.tolist() == [[-1] * 12] * 6
+    assert pool.tokens.tolist() == [[-2] * 12] * 6
     assert (pool.tokens.dtype, pool.valid_lens.dtype) == (torch.int32, torch.int64)
     assert TokenPool.allocation_bytes(6, 12) == pool.tokens.nbytes + pool.valid_lens.nbytes
     assert not pool.host_valid_lens.flags.writeable
@@ -72,7 +72,7 @@ def test_padding_requests_change_nothing(target: Any) -> None:
     batch = target.batch([[1, 2]], [3], padding_row=0).pad_to(4)
     pool.write(batch)
     assert rows_of(pool) == {3: [1, 2]}
-    assert pool.tokens[0].tolist() == [-1] * 12
+    assert pool.tokens[0].tolist() == [-2] * 12
 
 
 def test_what_is_cut_off_at_the_rows_end_is_not_valid(target: Any) -> None:

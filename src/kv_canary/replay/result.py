@@ -37,8 +37,11 @@ class ReplayResult:
 
     `findings` are lines for people, each naming a culprit; the run is clean when there is none.
     `violations` counts cells that differ and guards that fired, also those without a line of their
-    own. `host_us` is float64 `[steps]`: microseconds of host time in build and scatter, which is
-    what the library costs; planning, making up tokens and verifying are not in it.
+    own; `violation_cells`, int64 `[n, 2]`, are the row and column of as many as were kept. Of every
+    step, `[steps]` each: `host_us`, float64, is host time in `sync`, which is what the library costs
+    (planning, making up tokens and verifying are not in it); `running` and `step_tokens`, int64, are
+    requests that held a row and tokens that were sent. `rescatter_tokens` and `rescatter_bytes` are
+    what sending every request's whole history at every step would have come to.
     """
 
     trace: str
@@ -49,7 +52,12 @@ class ReplayResult:
     refused_reasons: dict[str, int]
     tokens_scattered: int
     bytes_copied: int
+    rescatter_tokens: int
+    rescatter_bytes: int
     host_us: npt.NDArray[np.float64] = attrs.field(repr=False)
+    running: npt.NDArray[np.int64] = attrs.field(repr=False)
+    step_tokens: npt.NDArray[np.int64] = attrs.field(repr=False)
+    violation_cells: npt.NDArray[np.int64] = attrs.field(repr=False)
     tokens_verified: int
     requests_verified: int
     violations: int
@@ -66,13 +74,24 @@ class ReplayResult:
         """Host microseconds a step at a percentile; 0 when there was no step."""
         return float(np.percentile(self.host_us, percentile)) if len(self.host_us) else 0.0
 
+    def per_step(self) -> dict[str, float]:
+        """Means of what was sent, and of what a full re-scatter would have sent."""
+        steps = max(self.steps, 1)
+        return {
+            "tokens": self.tokens_scattered / steps,
+            "bytes": self.bytes_copied / steps,
+            "rescatter_tokens": self.rescatter_tokens / steps,
+            "rescatter_bytes": self.rescatter_bytes / steps,
+        }
+
     def to_json(self) -> dict[str, Any]:
         """Everything as plain values for `json.dump`."""
-        fields = attrs.asdict(self, filter=lambda field, _: field.name != "host_us")
+        fields = attrs.asdict(self, filter=lambda _, value: not isinstance(value, np.ndarray))
         fields["settings"] |= {"trace": self.trace, "requests": self.requests}
         return fields | {
             "findings": list(self.findings),
             "requests_refused": self.requests_refused,
+            **{f"{name}_per_step": round(value, 1) for name, value in self.per_step().items()},
             "host_us_p50": round(self.host_us_at(50), 1),
             "host_us_p99": round(self.host_us_at(99), 1),
             "versions": {

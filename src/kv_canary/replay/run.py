@@ -1,4 +1,4 @@
-"""The replay itself: plan, build, scatter, verify, until the trace is through; and its figures."""
+"""The replay itself: plan, sync, verify, until the trace is through; and its figures."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ from time import perf_counter_ns
 import numpy as np
 import torch
 
-from kv_canary.kinds import PADDING_ROW, PLACEHOLDER
+from kv_canary.pool import TokenPool
 from kv_canary.replay.inject import Injector
 from kv_canary.replay.result import ReplayResult, ReplaySettings
 from kv_canary.replay.scheduler import Scheduler, Segments, count_steps
 from kv_canary.replay.trace import Trace
 from kv_canary.report import GuardReport, GuardViolation
-from kv_canary.scatter import scatter
-from ragged import RaggedBatchBuilder, RaggedError
+from kv_canary.violations import ViolationLog
+from ragged import RaggedBatch, RaggedError
+from ragged.packing import starts
 
 __all__ = ["replay"]
 
 VERIFY_TOKENS = 1 << 20  # compared at once: 8 arrays of this many int64 are 64 MiB, and enough
-MAX_FINDINGS = 10  # of one verification; the rest is counted
+MAX_FINDINGS = 10  # lines; the rest is counted
+MAX_CELLS = 4096  # of one verification that are kept for the map
 
 
 def replay(
@@ -32,8 +34,8 @@ def replay(
 ) -> ReplayResult:
     """Replay a trace as fast as the device takes it; its clock is not waited for.
 
-    Every step builds one batch and scatters it into the pool. The pool is compared with what the
-    scheduler knows every `verify_every` steps and at the end, before the last rows are freed. The
+    Every step syncs the pool with all running requests. The pool is compared with what the trace
+    says every `verify_every` steps and at the end, before the last rows are freed. The
     run ends early at the first finding, and at Ctrl-C. `on_step` is called after every step.
 
     Raises:
@@ -59,14 +61,15 @@ def _one_thread(device: str) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _allocate_pool(shape: tuple[int, int], device: str) -> torch.Tensor:
-    """An int32 pool that nothing has been written to; MemoryError where it does not fit the device."""
+def _allocate_pool(settings: ReplaySettings) -> TokenPool:
+    """A pool that nothing has been written to; MemoryError where it does not fit the device."""
+    shape = (settings.max_running + 1, settings.max_context)
     try:
-        return torch.full(shape, PLACEHOLDER, dtype=torch.int32, device=device)
+        return TokenPool.allocate(*shape, device=settings.device, mode=settings.mode)
     except RuntimeError as error:
-        gigabytes = 4 * shape[0] * shape[1] / 1e9
+        gigabytes = TokenPool.allocation_bytes(*shape) / 1e9
         raise MemoryError(
-            f"a pool of {shape[0]} x {shape[1]} int32, {gigabytes:.1f} GB, does not fit {device}"
+            f"a pool of {shape[0]} x {shape[1]} int32, {gigabytes:.1f} GB, does not fit {settings.device}"
         ) from error
 
 
@@ -76,29 +79,28 @@ class _Replay:
     def __init__(self, trace: Trace, settings: ReplaySettings) -> None:
         self._trace = trace
         self._settings = settings
-        shape = (settings.max_running + 1, settings.max_context)
-        self._pool = _allocate_pool(shape, settings.device)
+        self._pool = _allocate_pool(settings)
         self._scheduler = self._new_scheduler()
         self._report = GuardReport.allocate(settings.device)
-        self._builder = RaggedBatchBuilder(
-            device=settings.device,
-            mode=settings.mode,
-            pool_shape=shape,
-            padding_row=PADDING_ROW,
-        )
+        self._log = ViolationLog.allocate(settings.device, capacity=MAX_CELLS)
+        # Row -> its request and the request's tokens, as an engine has them.
+        self._sequences: dict[int, tuple[int, list[int]]] = {}
         self._injector: Injector | None = None
         self._num_steps: int | None = None
         if settings.inject is not None:
             # To strike in the middle of a run one must know how long it is.
             self._num_steps = count_steps(self._new_scheduler())
-            self._injector = Injector(settings.inject, seed=settings.seed, num_steps=self._num_steps)
+            self._injector = Injector(settings.inject, trace, seed=settings.seed, num_steps=self._num_steps)
         self._host_ns: list[int] = []
-        self._tokens_scattered = 0
+        self._running: list[int] = []
+        self._step_tokens: list[int] = []
         self._bytes_copied = 0
-        self._tokens_verified = 0
+        self._rescatter_tokens = 0
+        self._rescatter_bytes = 0
         self._verified = np.zeros(len(trace), np.bool_)
         self._violations = 0
         self._findings: list[str] = []
+        self._cells: list[tuple[int, int]] = []
 
     def _new_scheduler(self) -> Scheduler:
         return Scheduler(
@@ -124,19 +126,19 @@ class _Replay:
         return self._result(interrupted, seconds=(perf_counter_ns() - started) / 1e9)
 
     def _take(self, step: Segments) -> None:
-        """One step, from the batch to the rows that it frees."""
+        """One step, from its tokens to the rows that it frees."""
         number = len(self._host_ns) + 1
+        self._scheduler.advance(step)
         try:
-            broken = self._scatter(number, step)
+            broken = self._sync(number, step)
         except RaggedError as error:
             self._found(number, str(error))
             return
-        self._scheduler.advance(step)
         if self._injector is not None:
-            self._injector.touch(number, self._scheduler, self._pool, self._next_check(number))
+            self._injector.touch(number, self._scheduler, self._pool.tokens, self._next_check(number))
         due = number == self._next_check(number)
         self._check_guards(number, wait=due, broken=step if broken else None)
-        if due:
+        if due and not broken:
             self._verify(number)
         self._scheduler.retire()
 
@@ -148,41 +150,48 @@ class _Replay:
             return min(scheduled, self._num_steps)
         return number if self._scheduler.drained else scheduled
 
-    def _scatter(self, number: int, step: Segments) -> bool:
-        """Build the batch of a step and scatter it, on the clock; whether it was broken on purpose.
+    def _sync(self, number: int, step: Segments) -> bool:
+        """Make the pool hold the running requests, on the clock; whether the step was broken on purpose instead.
 
         The tokens are made up before the clock starts: an engine has them.
         """
         pieces, positions = step.flat()
         tokens = self._trace.token_ids(step.requests[pieces], positions)
-        rows = step.rows if self._injector is None else self._injector.rows_of(number, step)
-        req_ids = step.requests.tolist()
-        decodes = step.num_decodes
-        chunks = np.split(tokens[decodes:], np.cumsum(step.lengths[decodes:])[:-1])
-
+        for row, request, chunk in zip(
+            step.rows.tolist(),
+            step.requests.tolist(),
+            np.split(tokens, np.cumsum(step.lengths, dtype=np.int64)[:-1]),
+            strict=True,
+        ):
+            if row not in self._sequences or self._sequences[row][0] != request:
+                self._sequences[row] = (request, [])
+            self._sequences[row][1].extend(chunk.tolist())
+        live = self._scheduler.live()
+        rows = live.rows if self._injector is None else self._injector.rows_of(number, live)
+        running = [
+            (row, request, self._tokens_of(held_by, request))
+            for row, held_by, request in zip(rows.tolist(), live.rows.tolist(), live.requests.tolist(), strict=True)
+        ]
+        if self._injector is not None and self._injector.launch(number, step, tokens, self._pool.tokens, self._report):
+            self._count(0, len(running), 0)
+            return True
         started = perf_counter_ns()
-        if decodes:
-            self._builder.extend(
-                rows[:decodes],
-                tokens[:decodes, None],
-                prefix_lens=step.starts[:decodes],
-                req_ids=req_ids[:decodes],
-            )
-        if decodes < len(step):
-            self._builder.extend(
-                rows[decodes:],
-                chunks,
-                prefix_lens=step.starts[decodes:],
-                req_ids=req_ids[decodes:],
-            )
-        batch = self._builder.build()
-        broken = self._injector is not None and self._injector.launch(number, batch, self._pool, self._report)
-        if not broken:
-            scatter(batch, self._pool, report=self._report)
-        self._host_ns.append(perf_counter_ns() - started)
-        self._tokens_scattered += batch.num_tokens
-        self._bytes_copied += batch.packed.nbytes
-        return broken
+        sent = self._pool.sync(running, report=self._report)
+        self._count(perf_counter_ns() - started, len(running), sent.num_tokens)
+        self._bytes_copied += sent.num_bytes
+        self._rescatter_tokens += live.num_tokens
+        self._rescatter_bytes += 8 * (live.num_tokens + starts(len(live)).token_ids)
+        return False
+
+    def _tokens_of(self, row: int, request: int) -> list[int]:
+        """A request's tokens so far; one that still waits for its first step has none."""
+        held_by, tokens = self._sequences.get(row, (request, []))
+        return tokens if held_by == request else []
+
+    def _count(self, host_ns: int, running: int, num_tokens: int) -> None:
+        self._host_ns.append(host_ns)
+        self._running.append(running)
+        self._step_tokens.append(num_tokens)
 
     def _check_guards(self, number: int, *, wait: bool, broken: Segments | None) -> None:
         """Look at what the device guards have reported; only `wait` and a step broken on purpose sync.
@@ -201,22 +210,22 @@ class _Replay:
 
     def _verify(self, number: int) -> None:
         """Compare every live row with the tokens that the trace says, on the device."""
-        device = self._pool.device
         for part in self._scheduler.live().split(VERIFY_TOKENS):
             pieces, positions = part.flat()
-            tokens = self._trace.token_ids(part.requests[pieces], positions)
-            rows = torch.from_numpy(part.rows[pieces]).to(device)
-            found = self._pool[rows, torch.from_numpy(positions).to(device)]
-            differing = torch.nonzero(found != torch.from_numpy(tokens).to(device))[:, 0]
-            for i in differing[:MAX_FINDINGS].tolist():
-                piece = pieces[i]
-                self._found(
-                    number,
-                    f"pool differs: request id {part.requests[piece]}, row {part.rows[piece]}, "
-                    f"position {positions[i]}: expected {tokens[i]}, found {int(found[i])}",
-                )
-            self._violations += max(0, len(differing) - MAX_FINDINGS)
-            self._tokens_verified += len(tokens)
+            batch = RaggedBatch.from_lengths(
+                self._trace.token_ids(part.requests[pieces], positions),
+                part.lengths,
+                req_pool_indices=part.rows,
+                req_ids=part.requests.tolist(),
+                device=self._pool.tokens.device,
+            )
+            before = self._log.found
+            self._pool.verify(batch, report=self._log)
+            found = sorted(self._log.drain(), key=lambda violation: (violation.request, violation.column))
+            for violation in found:
+                self._found(number, f"pool differs: {violation}")
+                self._cells.append((violation.row, violation.column))
+            self._violations += self._log.found - before - len(found)
             self._verified[part.requests[part.lengths > 0]] = True
 
     def _found(self, number: int, what: str) -> None:
@@ -233,10 +242,15 @@ class _Replay:
             steps=len(self._host_ns),
             requests_finished=self._scheduler.num_finished,
             refused_reasons=dict(self._scheduler.refused),
-            tokens_scattered=self._tokens_scattered,
+            tokens_scattered=sum(self._step_tokens),
             bytes_copied=self._bytes_copied,
+            rescatter_tokens=self._rescatter_tokens,
+            rescatter_bytes=self._rescatter_bytes,
             host_us=np.array(self._host_ns, np.float64) / 1000,
-            tokens_verified=self._tokens_verified,
+            running=np.array(self._running, np.int64),
+            step_tokens=np.array(self._step_tokens, np.int64),
+            violation_cells=np.array(self._cells, np.int64).reshape(-1, 2),
+            tokens_verified=self._log.compared(),
             requests_verified=int(self._verified.sum()),
             violations=self._violations,
             findings=tuple(self._findings),
