@@ -62,3 +62,38 @@ ENTRY_EXPECTED = 6
 ENTRY_FOUND = 7
 VIOLATION_COLUMNS = 8
 """A log of token violations is int64 ``[1 + capacity, VIOLATION_COLUMNS]``: a header line, then the ring of entries."""
+
+CHAIN, POSITION_BIT, TOKEN_BIT, KV_BIT, WRITE_INPUT, SLOT, REQUEST_BIT = 1, 2, 4, 8, 16, 32, 64
+"""Why a stamp is a violation; one entry may have several. SLOT: a slot outside the stamps; REQUEST_BIT: a row or a
+sequence length that leads outside the table."""
+REASONS = {CHAIN: "chain", POSITION_BIT: "position", TOKEN_BIT: "token", KV_BIT: "kv", WRITE_INPUT: "write-input"}
+REASONS |= {SLOT: "slot", REQUEST_BIT: "request"}
+"""Names by bit."""
+
+STAMP_TOKEN, STAMP_POSITION, STAMP_CHAIN, STAMP_KV = 0, 1, 2, 3
+STAMP_FIELDS = 4
+"""A stamp is int64 ``[STAMP_FIELDS]``."""
+NO_SLOT = -1
+"""A slot that is skipped; PADDING_SLOT is written to by nobody and never verified."""
+PADDING_SLOT = 0
+
+STAMP_ROW, STAMP_SLOT, STAMP_AT, STAMP_STEP = 4, 5, 6, 7
+STORED_TOKEN, EXPECTED_TOKEN, STORED_HASH, EXPECTED_HASH, STORED_POSITION = 8, 9, 10, 11, 12
+STAMP_COLUMNS = 16
+"""A log of stamp violations: ENTRY_KIND (reason bits) to ENTRY_REQUEST, then these."""
+
+COMPARED_CHAIN, COMPARED_POSITION, COMPARED_TOKEN, COMPARED_KV, WRITTEN, SKIPPED = 0, 1, 2, 3, 4, 5
+COUNTER_NAMES = ("chain", "position", "token", "kv", "written", "skipped")
+COUNTER_LINES, COUNTERS = 64, 8
+"""Counters are int64 ``[COUNTER_LINES, COUNTERS]``, summed over lines by who reads: programs take turns among lines,
+for thousands of atomics on one address would queue up."""
+
+STATE_STEP, STATE_CALLS = 0, 1
+PHASES = 4096
+"""Under a budget a call looks at every period-th position; the period divides PHASES. Canary state is int64
+``[2 + PHASES]``: the step, the calls so far, and for each position modulo PHASES the step that last looked at it."""
+
+GOLDEN, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+"""splitmix64's numbers; see ``kv_canary.mixing``."""
+ANCHOR = 0x6B765F63616E6172
+"""The chain hash at position 0: "kv_canar"."""

@@ -19,10 +19,22 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource, make_backend  # noqa: E402
 from triton.runtime.jit import MockTensor, create_function_from_signature  # noqa: E402
 
+from kv_canary.kernels import check_stamps as check_kernels  # noqa: E402
 from kv_canary.kernels import scatter as kernels  # noqa: E402
+from kv_canary.kernels import stamps as stamp_kernels  # noqa: E402
 from kv_canary.kernels import verify as verify_kernels  # noqa: E402
 
 VERIFY = {"LISTED": False, "EXACT": True, "REQUESTS": 16, "COLUMNS": 16, "WINDOW": 256}
+STAMPS = {
+    "LISTED": False,
+    "PARTS": False,
+    "SEEDED": True,
+    "HAS_KV": True,
+    "EXPECTED": True,
+    "REQUESTS": 16,
+    "COLUMNS": 16,
+}
+CHECKS = {"HAS_POOL": True, "HAS_KV": True, "BLOCK": 256, "WINDOW": 256}
 HOPPER = GPUTarget("cuda", 90, 32)
 INT32_MAX = 2**31 - 1
 VARIANTS = {
@@ -37,6 +49,18 @@ VARIANTS = {
     "listed": (kernels.scatter_tiles, {"LISTED": True, "REPORT": True, "VALID": False, "REQUESTS": 1, "COLUMNS": 1024}),
     "verify": (verify_kernels.verify_tiles, VERIFY),
     "verify-listed": (verify_kernels.verify_tiles, VERIFY | {"LISTED": True, "EXACT": False, "REQUESTS": 1}),
+    "stamps": (stamp_kernels.write_stamps, STAMPS),
+    "stamps-parts": (
+        stamp_kernels.write_stamps,
+        STAMPS | {"LISTED": True, "PARTS": True, "SEEDED": False, "HAS_KV": False, "EXPECTED": False, "REQUESTS": 1},
+    ),
+    "stamps-sums": (stamp_kernels.sum_tiles, {"LISTED": False, "REQUESTS": 1, "COLUMNS": 1024}),
+    "hash-kv": (stamp_kernels.hash_kv, {"TOKENS": 16, "WORDS": 128}),
+    "plan": (check_kernels.plan_checks, {"BLOCK": 1024}),
+    "gather": (check_kernels.gather_slots, {"BLOCK": 256, "WINDOW": 256}),
+    "check": (check_kernels.check_requests, CHECKS),
+    "check-plain": (check_kernels.check_requests, CHECKS | {"HAS_POOL": False, "HAS_KV": False}),
+    "sweep": (check_kernels.check_triples, {"HAS_KV": True, "BLOCK": 256}),
     "valid-lens": (verify_kernels.set_valid_lens, {"BLOCK": 256}),
 }
 
@@ -118,11 +142,12 @@ def test_no_32_bit_product_or_sum_reaches_an_address(variant: str) -> None:
     kernel, constants = VARIANTS[variant]
     values = Values(compiled(kernel, specialised(kernel, constants, 5), constants).asm["ttir"])
     steps = [line for line in values.lines if "tt.addptr" in line]
-    assert len(steps) >= 5
+    assert len(steps) >= 4
     assert values.overflowing == []
     # A cell of the pool is found by 64 bits in every place.
     into_pool = [line for line in steps if re.search(r": (?:tensor<\S*)?!tt\.ptr<i32>", line)]
-    assert (into_pool or variant == "valid-lens") and all(re.search(r"i64>?$", line) for line in into_pool)
+    has_pool = "pool_ptr" in kernel.arg_names and constants.get("HAS_POOL", True)
+    assert bool(into_pool) == has_pool and all(re.search(r"i64>?$", line) for line in into_pool)
 
 
 @triton.jit
@@ -166,7 +191,8 @@ def test_the_reading_of_the_ir_sees_a_missing_cast(kernel: Any, overflows: bool)
 def test_no_size_selects_a_variant_and_1_compiles(variant: str) -> None:
     kernel, constants = VARIANTS[variant]
     sizes = [name for name in kernel.arg_names if not name.endswith("_ptr") and name not in constants]
-    assert set(sizes) <= {*kernels.SIZES, "column_tiles", "tile_programs", "capacity"}
+    known = (kernels, verify_kernels, stamp_kernels, check_kernels)
+    assert set(sizes) <= {"column_tiles", *stamp_kernels.KV_SIZES}.union(*(module.SIZES for module in known))
     seen = [specialised(kernel, constants, size) for size in (0, 1, 2, 3, 16, 17, 512, 2**20 + 1, 2**31, 2**40)]
     assert all(kinds == seen[0] for kinds in seen)
     assert {seen[0][name] for name in sizes} == {"i64"}

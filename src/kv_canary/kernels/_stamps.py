@@ -1,0 +1,138 @@
+"""What the kernels on stamps share: reading a stamp, noting a violation, counting what was really compared."""
+
+import triton
+import triton.language as tl
+
+from kv_canary import kinds
+from kv_canary.kernels._mix import mix
+
+WIDTH = tl.constexpr(kinds.STAMP_COLUMNS)
+FIELDS = tl.constexpr(kinds.STAMP_FIELDS)
+TOKEN = tl.constexpr(kinds.STAMP_TOKEN)
+POSITION = tl.constexpr(kinds.STAMP_POSITION)
+CHAIN = tl.constexpr(kinds.STAMP_CHAIN)
+KV = tl.constexpr(kinds.STAMP_KV)
+FOUND_COUNT = tl.constexpr(kinds.FOUND_COUNT)
+FREED = tl.constexpr(kinds.FREED)
+COUNTER_LINES = tl.constexpr(kinds.COUNTER_LINES)
+COUNTERS = tl.constexpr(kinds.COUNTERS)
+COMPARED_CHAIN = tl.constexpr(kinds.COMPARED_CHAIN)
+COMPARED_POSITION = tl.constexpr(kinds.COMPARED_POSITION)
+COMPARED_TOKEN = tl.constexpr(kinds.COMPARED_TOKEN)
+COMPARED_KV = tl.constexpr(kinds.COMPARED_KV)
+WRITTEN = tl.constexpr(kinds.WRITTEN)
+SKIPPED = tl.constexpr(kinds.SKIPPED)
+CHAIN_BIT = tl.constexpr(kinds.CHAIN)
+POSITION_BIT = tl.constexpr(kinds.POSITION_BIT)
+TOKEN_BIT = tl.constexpr(kinds.TOKEN_BIT)
+KV_BIT = tl.constexpr(kinds.KV_BIT)
+SLOT_BIT = tl.constexpr(kinds.SLOT)
+ANCHOR = tl.constexpr(kinds.ANCHOR)
+ENTRY_KIND = tl.constexpr(kinds.ENTRY_KIND)
+ENTRY_INDEX = tl.constexpr(kinds.ENTRY_INDEX)
+ENTRY_LAUNCH = tl.constexpr(kinds.ENTRY_LAUNCH)
+ENTRY_REQUEST = tl.constexpr(kinds.ENTRY_REQUEST)
+STEP = tl.constexpr(kinds.STATE_STEP)
+PLACEHOLDER = tl.constexpr(kinds.PLACEHOLDER)
+
+
+@triton.jit
+def slot_ok(slots, num_slots):
+    """A slot that has a stamp: inside, and not the padding."""
+    return (slots > 0) & (slots < num_slots)
+
+
+@triton.jit
+def slot_bad(slots, num_slots):
+    """A slot that leads outside; -1 and the padding are skipped, and no fault."""
+    return (slots < -1) | (slots >= num_slots)
+
+
+@triton.jit
+def load_field(stamps_ptr, slots, mask, FIELD: tl.constexpr):
+    """One field, int64, of each slot's stamp."""
+    return tl.load(stamps_ptr + tl.where(mask, slots, 0) * FIELDS + FIELD, mask=mask, other=0)
+
+
+@triton.jit
+def chain_behind(stamps_ptr, slots, mask):
+    """The chain hash that follows each slot's own."""
+    token_ids = load_field(stamps_ptr, slots, mask, TOKEN)
+    positions = load_field(stamps_ptr, slots, mask, POSITION)
+    return load_field(stamps_ptr, slots, mask, CHAIN) + mix(token_ids, positions)
+
+
+@triton.jit
+def note(
+    log_ptr, state_ptr, capacity, launch, wrong, bits, request, row, slot, position,
+    stored_token, expected_token, stored_hash, expected_hash, stored_position,
+):  # fmt: skip
+    """Count every wrong lane, and store it while the ring has room. All are int64 of one shape."""
+    zero = tl.zeros_like(slot)
+    index = tl.atomic_add(log_ptr + FOUND_COUNT + zero, zero + 1, mask=wrong)
+    stored = wrong & (index - tl.load(log_ptr + FREED) < capacity)
+    line = log_ptr + (1 + tl.where(stored, index, 0) % capacity) * WIDTH
+    tl.store(line + ENTRY_KIND, bits, mask=stored)
+    tl.store(line + ENTRY_INDEX, index + 1, mask=stored)
+    tl.store(line + ENTRY_LAUNCH, zero + launch, mask=stored)
+    tl.store(line + ENTRY_REQUEST, request, mask=stored)
+    tl.store(line + 4, row, mask=stored)  # kinds.STAMP_ROW and the following, in their order
+    tl.store(line + 5, slot, mask=stored)
+    tl.store(line + 6, position, mask=stored)
+    tl.store(line + 7, zero + tl.load(state_ptr + STEP), mask=stored)
+    tl.store(line + 8, stored_token, mask=stored)
+    tl.store(line + 9, expected_token, mask=stored)
+    tl.store(line + 10, stored_hash, mask=stored)
+    tl.store(line + 11, expected_hash, mask=stored)
+    tl.store(line + 12, stored_position, mask=stored)
+
+
+@triton.jit
+def add_counter(counters_ptr, program, COUNTER: tl.constexpr, mask):
+    """Count the lanes of a vector."""
+    amount = tl.sum(mask.to(tl.int64), axis=0)
+    if amount > 0:
+        tl.atomic_add(counters_ptr + program % COUNTER_LINES * COUNTERS + COUNTER, amount)
+
+
+@triton.jit
+def check_stamps(
+    stamps_ptr, log_ptr, state_ptr, counters_ptr, program, num_slots, capacity, launch, inside, request, row, slots,
+    positions, before, follows, expected_tokens, has_token, kv_hashes, HAS_KV: tl.constexpr,
+):  # fmt: skip
+    """Hold the stamps of ``slots`` against what they must be; all vectors are [BLOCK], int64 or masks.
+
+    before: the predecessor's slot; follows: the chain is compared, with it or, at position 0, with the anchor.
+    """
+    here = inside & slot_ok(slots, num_slots)
+    outside = inside & slot_bad(slots, num_slots)
+    token_ids = load_field(stamps_ptr, slots, here, TOKEN)  # [BLOCK] int64
+    stored = load_field(stamps_ptr, slots, here, POSITION)  # [BLOCK] int64
+    chains = load_field(stamps_ptr, slots, here, CHAIN)  # [BLOCK] int64
+    known = here & follows & (positions > 0) & slot_ok(before, num_slots)
+    expected = tl.where(positions > 0, chain_behind(stamps_ptr, before, known), ANCHOR)
+    chained = known | (here & follows & (positions == 0))
+    told = here & has_token & (token_ids != PLACEHOLDER)
+
+    bits = tl.where(chained & (chains != expected), CHAIN_BIT, 0) + tl.where(stored != positions, POSITION_BIT, 0)
+    bits += tl.where(told & (token_ids != expected_tokens), TOKEN_BIT, 0)
+    if HAS_KV:
+        hashes = load_field(stamps_ptr, slots, here, KV)  # [BLOCK] int64
+        bits += tl.where(hashes != kv_hashes, KV_BIT, 0)
+        add_counter(counters_ptr, program, COMPARED_KV, here)
+    bits = tl.where(here, bits, tl.where(outside, SLOT_BIT, 0)).to(tl.int64)
+
+    add_counter(counters_ptr, program, COMPARED_POSITION, here)
+    add_counter(counters_ptr, program, COMPARED_CHAIN, chained)
+    add_counter(counters_ptr, program, COMPARED_TOKEN, told)
+    add_counter(counters_ptr, program, SKIPPED, inside & ~here)
+    if tl.max(bits, axis=0) > 0:
+        found, wanted = chains, tl.where(chained, expected, 0)
+        if HAS_KV:
+            of_kv = (bits & CHAIN_BIT) == 0
+            found, wanted = tl.where(of_kv, hashes, chains), tl.where(of_kv, kv_hashes, wanted)
+        note(
+            log_ptr, state_ptr, capacity, launch, bits > 0, bits, request, row, slots, positions,
+            tl.where(here, token_ids, -1), tl.where(told, expected_tokens, -1), found, wanted,
+            tl.where(here, stored, -1),
+        )  # fmt: skip

@@ -1,0 +1,150 @@
+"""Stamps on KV slots, verified: each against its request's position, predecessor, token and KV bytes."""
+
+import triton
+import triton.language as tl
+
+from kv_canary import kinds
+from kv_canary.kernels._guards import row_ok
+from kv_canary.kernels._search import bisect_ends, count_ends
+from kv_canary.kernels._stamps import check_stamps, note
+
+REQUEST_BIT = tl.constexpr(kinds.REQUEST_BIT)
+PLACEHOLDER = tl.constexpr(kinds.PLACEHOLDER)
+STEP = tl.constexpr(kinds.STATE_STEP)
+CALLS = tl.constexpr(kinds.STATE_CALLS)
+PHASES = tl.constexpr(kinds.PHASES)
+SIZES = [
+    "num_reqs", "max_reqs", "max_context_len", "table_stride", "window", "period", "num_slots", "capacity", "launch",
+    "pool_stride", "pool_reqs", "pool_len", "num_items",
+]  # fmt: skip
+POINTERS = [
+    "table_ptr", "rows_ptr", "lens_ptr", "plan_ptr", "pool_ptr", "valid_lens_ptr", "kv_ptr", "stamps_ptr", "log_ptr",
+    "state_ptr", "counters_ptr", "slots_ptr", "triples_ptr",
+]  # fmt: skip
+"""Nothing specialises: no batch size and no alignment compiles anew."""
+
+
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=POINTERS)
+def plan_checks(
+    rows_ptr, lens_ptr, plan_ptr, state_ptr, log_ptr,
+    num_reqs: tl.int64, max_reqs: tl.int64, max_context_len: tl.int64, window: tl.int64, period: tl.int64,
+    capacity: tl.int64, launch: tl.int64, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: where each request's checks begin, and how many come before; the phase goes on by one.
+
+    ``plan`` is int64 ``[2, num_reqs + 1]``: offsets of the checks, CSR; the first position that is looked at.
+    """
+    calls = tl.load(state_ptr + CALLS)
+    step = tl.load(state_ptr + STEP)
+    phase = calls % period
+    done = tl.zeros([], dtype=tl.int64)
+    first = tl.zeros([], dtype=tl.int64)
+    tl.store(plan_ptr, done)
+    while first < num_reqs:
+        requests = first + tl.arange(0, BLOCK)  # [BLOCK] int64
+        inside = requests < num_reqs
+        rows = tl.load(rows_ptr + requests, mask=inside, other=0)  # [BLOCK] int64
+        lens = tl.load(lens_ptr + requests, mask=inside, other=0)  # [BLOCK] int64
+        good = inside & row_ok(rows, max_reqs) & (lens >= 0) & (lens <= max_context_len)
+        begins = tl.maximum(lens - window, 0)
+        begins += ((phase - begins) % period + period) % period
+        counts = tl.where(good, tl.maximum(lens - begins + period - 1, 0) // period, 0)
+        tl.store(plan_ptr + 1 + requests, done + tl.cumsum(counts, axis=0), mask=inside)
+        tl.store(plan_ptr + num_reqs + 1 + requests, begins, mask=inside)
+        bad = inside & ~good
+        if tl.max(bad.to(tl.int32), axis=0) > 0:
+            none = tl.zeros_like(rows)
+            note(
+                log_ptr, state_ptr, capacity, launch, bad, none + REQUEST_BIT, requests, rows, none - 1, lens,
+                none - 1, none - 1, none, none, none - 1,
+            )  # fmt: skip
+        done += tl.sum(counts, axis=0)
+        first += BLOCK
+    lanes = tl.arange(0, PHASES)  # [PHASES] int32
+    tl.store(state_ptr + 2 + lanes, tl.zeros([PHASES], dtype=tl.int64) + step, mask=lanes % period == phase)
+    tl.store(state_ptr + CALLS, calls + 1)
+
+
+@triton.jit
+def locate_check(plan_ptr, rows_ptr, num_reqs, period, BLOCK: tl.constexpr, WINDOW: tl.constexpr):
+    """The request, row and position of each of a program's checks."""
+    first = tl.program_id(0).to(tl.int64) * BLOCK  # the one widening: every address below derives from int64
+    total = tl.load(plan_ptr + num_reqs)
+    items = first + tl.arange(0, BLOCK)  # [BLOCK] int64
+    inside = items < total
+    low = count_ends(plan_ptr, num_reqs, first, WINDOW)
+    high = count_ends(plan_ptr, num_reqs, tl.minimum(first + BLOCK, total) - 1, WINDOW)
+    requests = tl.minimum(bisect_ends(plan_ptr, low, high, items), num_reqs - 1)  # [BLOCK] int64
+    before = tl.load(plan_ptr + requests, mask=inside, other=0)  # [BLOCK] int64
+    begins = tl.load(plan_ptr + num_reqs + 1 + requests, mask=inside, other=0)  # [BLOCK] int64
+    rows = tl.load(rows_ptr + requests, mask=inside, other=0)  # [BLOCK] int64
+    return items, inside, requests, rows, begins + (items - before) * period
+
+
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=POINTERS)
+def gather_slots(
+    table_ptr, rows_ptr, plan_ptr, slots_ptr, num_reqs: tl.int64, table_stride: tl.int64, period: tl.int64,
+    num_items: tl.int64, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """The slots that are about to be checked, int64 ``[num_items]``, -1 beyond the plan: what KV is hashed of."""
+    if tl.program_id(0).to(tl.int64) * BLOCK < tl.load(plan_ptr + num_reqs):
+        items, inside, _, rows, positions = locate_check(plan_ptr, rows_ptr, num_reqs, period, BLOCK, WINDOW)
+        slots = tl.load(table_ptr + rows * table_stride + positions, mask=inside, other=-1).to(tl.int64)  # [BLOCK]
+        tl.store(slots_ptr + items, slots, mask=inside & (items < num_items))
+
+
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=POINTERS)
+def check_requests(
+    table_ptr, rows_ptr, lens_ptr, plan_ptr, pool_ptr, valid_lens_ptr, kv_ptr, stamps_ptr, log_ptr, state_ptr,
+    counters_ptr,
+    num_reqs: tl.int64, table_stride: tl.int64, window: tl.int64, period: tl.int64, num_slots: tl.int64,
+    capacity: tl.int64, launch: tl.int64, pool_stride: tl.int64, pool_reqs: tl.int64, pool_len: tl.int64,
+    num_items: tl.int64,
+    HAS_POOL: tl.constexpr, HAS_KV: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Each program BLOCK of the planned checks. Slots are found here, from ``table`` [max_reqs, max_context_len]."""
+    program = tl.program_id(0).to(tl.int64)
+    if program * BLOCK < tl.load(plan_ptr + num_reqs):
+        items, inside, requests, rows, positions = locate_check(plan_ptr, rows_ptr, num_reqs, period, BLOCK, WINDOW)
+        lens = tl.load(lens_ptr + requests, mask=inside, other=0)  # [BLOCK] int64
+        cell = table_ptr + rows * table_stride + positions
+        slots = tl.load(cell, mask=inside, other=-1).to(tl.int64)  # [BLOCK]
+        # The one before the window may be somebody else's by now.
+        follows = inside & ((positions == 0) | (positions > lens - window))
+        before = tl.load(cell - 1, mask=follows & (positions > 0), other=-1).to(tl.int64)  # [BLOCK]
+        wanted = tl.zeros_like(slots) - 1
+        if HAS_POOL:
+            pooled = inside & (rows < pool_reqs)
+            valid = tl.load(valid_lens_ptr + rows, mask=pooled, other=0)  # [BLOCK] int64
+            pooled = pooled & (positions < tl.minimum(valid, pool_len))
+            wanted = tl.load(pool_ptr + rows * pool_stride + positions, mask=pooled, other=-1).to(tl.int64)  # [BLOCK]
+        kv_hashes = tl.zeros_like(slots)
+        if HAS_KV:
+            kv_hashes = tl.load(kv_ptr + items, mask=inside & (items < num_items), other=0)  # [BLOCK] int64
+        check_stamps(
+            stamps_ptr, log_ptr, state_ptr, counters_ptr, program, num_slots, capacity, launch, inside, requests, rows,
+            slots, positions, before, follows, wanted, wanted != PLACEHOLDER, kv_hashes, HAS_KV,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=POINTERS)
+def check_triples(
+    triples_ptr, kv_ptr, stamps_ptr, log_ptr, state_ptr, counters_ptr,
+    num_items: tl.int64, num_slots: tl.int64, capacity: tl.int64, launch: tl.int64,
+    HAS_KV: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Each program BLOCK lines of ``triples`` int64 ``[num_items, 3]``: slot, predecessor's slot, position."""
+    program = tl.program_id(0).to(tl.int64)  # the one widening: every address below derives from int64
+    items = program * BLOCK + tl.arange(0, BLOCK)  # [BLOCK] int64
+    inside = items < num_items
+    slots = tl.load(triples_ptr + 3 * items, mask=inside, other=-1)  # [BLOCK] int64
+    before = tl.load(triples_ptr + 3 * items + 1, mask=inside, other=-1)  # [BLOCK] int64
+    positions = tl.load(triples_ptr + 3 * items + 2, mask=inside, other=0)  # [BLOCK] int64
+    none = tl.zeros_like(slots) - 1
+    kv_hashes = tl.zeros_like(slots)
+    if HAS_KV:
+        kv_hashes = tl.load(kv_ptr + items, mask=inside, other=0)  # [BLOCK] int64
+    check_stamps(
+        stamps_ptr, log_ptr, state_ptr, counters_ptr, program, num_slots, capacity, launch, inside, none, none, slots,
+        positions, before, inside, none, none > 0, kv_hashes, HAS_KV,
+    )  # fmt: skip
