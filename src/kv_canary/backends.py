@@ -24,8 +24,8 @@ def has_triton() -> bool:
         return False
 
 
-def resolve(backend: str, device: torch.device) -> ModuleType:
-    """The backend's module: ``"auto"`` is triton on CUDA where it is installed, torch everywhere else.
+def resolve(backend: str, device: torch.device, operation: str = "") -> ModuleType:
+    """The backend's module, of the pool or of another ``operation``; ``"auto"`` is triton on CUDA, else torch.
 
     Raises: RaggedValueError for an unknown name, and for ``"triton"`` where it cannot run: not installed, or on the CPU
         without ``TRITON_INTERPRET=1``.
@@ -34,11 +34,11 @@ def resolve(backend: str, device: torch.device) -> ModuleType:
         raise RaggedValueError(
             f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}", argument="backend", got=backend
         )
-    return _resolve(backend, device.type)
+    return _resolve(backend, device.type, operation)
 
 
 @functools.cache
-def _resolve(backend: str, device_type: str) -> ModuleType:
+def _resolve(backend: str, device_type: str, operation: str) -> ModuleType:
     if backend == "auto":
         backend = "triton" if device_type == "cuda" and has_triton() else "torch"
     if backend == "triton" and not has_triton():
@@ -50,4 +50,4 @@ def _resolve(backend: str, device_type: str) -> ModuleType:
             got=backend,
             hint="set TRITON_INTERPRET=1 before triton is imported, or use backend='torch'",
         )
-    return importlib.import_module(f"kv_canary.{backend}_backend")
+    return importlib.import_module(f"kv_canary.{operation}_{backend}" if operation else f"kv_canary.{backend}_backend")

@@ -1,0 +1,355 @@
+"""KVCanary: stamps on KV cache slots, written with the tokens and verified step after step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from kv_canary import backends, kinds
+from kv_canary.findings import Health, Known, StampViolation, read_stamp
+from kv_canary.guards import POOL
+from kv_canary.pool import TokenPool
+from kv_canary.stamping import Checks, KVSource, Memory, Pooled, check_sources
+from kv_canary.violations import NAMED, CanaryViolation, LogFormat, ViolationLog
+from ragged import Mode, RaggedBatch, RaggedTypeError, RaggedValueError, StagingRing
+from ragged.convert import Choice, Converter, Int64Array
+from ragged.errors import refuses, request_name
+from ragged.rules import HasDtype, HasLength, HasNDim, HasOwnRows, IsContiguous, IsDense, OnDevice, Rule, apply, as_int
+from ragged.staging import resolve_device
+
+RING_CAPACITY = 1024
+WHOLE = 1 << 62
+"""A window that no request is longer than."""
+
+logger = logging.getLogger(__name__)
+
+
+class OnViolation(Choice):
+    """What ``KVCanary.step`` does with what was found: a log line each, or an error."""
+
+    LOG = "log"
+    RAISE = "raise"
+
+
+class KVCanary:
+    """A stamp of 32 bytes for each KV slot: token, position, chain hash, hash of the KV bytes.
+
+    >>> canary = KVCanary.allocate(16, device="cpu", mode="raise")
+    >>> batch = RaggedBatch.from_sequences([[11, 12, 13]], req_pool_indices=[2])
+    >>> canary.write(batch, [5, 6, 7])
+    >>> req_to_token = torch.zeros(4, 8, dtype=torch.int32)
+    >>> req_to_token[2, :3] = torch.tensor([5, 7, 6])  # two entries swapped
+    >>> canary.verify(req_to_token, [2], [3])
+    1
+    >>> [(violation.reasons, violation.slot, violation.position) for violation in canary.log.drain()]
+    [(('chain', 'position'), 7, 1), (('chain', 'position'), 6, 2)]
+
+    The chain hash of a token is a prefix sum over its request (see ``kv_canary.mixing``), so stamps are written in
+    parallel, and a slot is verified by itself and its predecessor. Slot 0 is padding: nobody writes or verifies it. A
+    slot of -1 is skipped. What leads outside is skipped and reported.
+
+    Nothing but ``health``, ``coverage`` and ``counts`` waits for the device; launches run on the current stream of the
+    device, in order, and can be captured in a CUDA graph where their arguments are tensors on the device.
+
+    Attributes:
+        stamps: int64 ``[num_slots, 4]`` on the device.
+        log: the violations, a ViolationLog.
+        step_number: how often ``step`` was called.
+    """
+
+    def __init__(
+        self,
+        stamps: torch.Tensor,
+        *,
+        ring_capacity: int = RING_CAPACITY,
+        mode: OnViolation | str = OnViolation.LOG,
+        pool: TokenPool | None = None,
+        max_age: int | None = None,
+        backend: str = "auto",
+    ) -> None:
+        device = stamps.device
+        self.stamps = stamps
+        self.log: ViolationLog[StampViolation] = ViolationLog.allocate(
+            device, capacity=ring_capacity, log_format=LogFormat(kinds.STAMP_COLUMNS, self._read)
+        )
+        self.step_number = 0
+        self._mode = OnViolation(mode)
+        self._pool = None if pool is None else Pooled(pool.tokens, pool.valid_lens)
+        self._max_age = None if max_age is None else as_int(max_age, "max_age", least=1)
+        self._run = backends.resolve(backend, device, "stamps")
+        self._ring = StagingRing(device)
+        with torch.inference_mode(False):
+            state = torch.zeros(2 + kinds.PHASES, dtype=torch.int64, device=device)
+            counters = torch.zeros(kinds.COUNTER_LINES, kinds.COUNTERS, dtype=torch.int64, device=device)
+        self._memory = Memory(stamps, self.log.table, state, counters)
+        self._owners: dict[int, tuple[object, object]] = {}  # slot -> who has it, who had it before
+        self._longest = 0
+        self._seen = dict.fromkeys(kinds.COUNTER_NAMES, 0)
+
+    @classmethod
+    @refuses
+    def allocate(cls, num_slots: int, *, device: torch.device | str, **options: Any) -> KVCanary:
+        """A canary whose slots were never written.
+
+        Args:
+            num_slots: of the KV pool, the padding slot 0 included.
+            device: where the KV pool is.
+            ring_capacity: violations that are kept until they are read; all are counted.
+            mode: ``"log"`` or ``"raise"``, for ``step``.
+            pool: a TokenPool that stamps are held against, too.
+            max_age: ``step`` warns where a position has gone unverified for more steps; see ``coverage``.
+            backend: ``"auto"``, ``"triton"`` or ``"torch"``.
+        """
+        shape = (as_int(num_slots, "num_slots", least=1), kinds.STAMP_FIELDS)
+        with torch.inference_mode(False):
+            stamps = torch.full(shape, -1, dtype=torch.int64, device=resolve_device(device))
+        return cls(stamps, **options)
+
+    @staticmethod
+    def allocation_bytes(num_slots: int, ring_capacity: int = RING_CAPACITY) -> int:
+        """Device memory of a canary."""
+        lines = (1 + ring_capacity) * kinds.STAMP_COLUMNS
+        return 8 * (num_slots * kinds.STAMP_FIELDS + lines + 2 + kinds.PHASES + kinds.COUNTER_LINES * kinds.COUNTERS)
+
+    @property
+    def device(self) -> torch.device:
+        return self.stamps.device
+
+    @property
+    def num_slots(self) -> int:
+        return self.stamps.shape[0]
+
+    @refuses
+    def write(
+        self,
+        batch: RaggedBatch,
+        out_cache_loc: Any,
+        *,
+        seed_slots: Any = None,
+        kv_sources: Sequence[KVSource] = (),
+        expected: Any = None,
+        tag: str = "write",
+    ) -> None:
+        """Stamp every token of a batch, once its KV has been written.
+
+        Args:
+            batch: on the canary's device; a token's position is its request's ``prefix_len`` plus its index.
+            out_cache_loc: int64 ``[num_tokens]``, the slot of each token, each once; host integers or on the device.
+            seed_slots: int64 ``[num_reqs]``, the slot of the token before the batch's first; -1 for a request that
+                starts. Needed where any request with tokens has a prefix.
+            kv_sources: hashed into the stamp.
+            expected: int64 ``[num_tokens]``, what the tokens ought to be; -1 is not compared. What differs is reported
+                as ``"write-input"``; the chain goes on with what was really written.
+            tag: names the launch in violations.
+
+        Raises: RaggedTypeError, RaggedValueError.
+        """
+        if not isinstance(batch, RaggedBatch):
+            got = type(batch).__name__
+            raise RaggedTypeError(f"{POOL}batch must be a RaggedBatch, got {got}", argument="batch", got=got)
+        apply([OnDevice("batch", "the canary", lambda _: self.device)], {"batch": batch.packed}, where=POOL)
+        layout, num_tokens = batch.layout, batch.num_tokens
+        slots = self._column(out_cache_loc, "out_cache_loc", num_tokens, "num_tokens")
+        seeds = None if seed_slots is None else self._column(seed_slots, "seed_slots", batch.num_reqs, "num_reqs")
+        wanted = None if expected is None else self._column(expected, "expected", num_tokens, "num_tokens")
+        sources = check_sources(kv_sources, self.num_slots, self.device)
+        if seeds is None and layout.max_prefix_len > 0 and (layout.prefix_lens[layout.lengths > 0] > 0).any():
+            request = int(((layout.prefix_lens > 0) & (layout.lengths > 0)).argmax())
+            raise RaggedValueError(
+                f"{POOL}seed_slots must be given where a request continues: prefix_len is "
+                f"{layout.prefix_lens[request]} at {request_name(request, layout.req_id(request))}",
+                argument="seed_slots",
+                request=request,
+                req_id=layout.req_id(request),
+                got=None,
+                bound=int(layout.prefix_lens[request]),
+            )
+        if num_tokens == 0:
+            return
+        kv = self._run.hash_kv(slots, self.num_slots, sources) if sources else None
+        launch = self.log.begin(Known(tag, layout.req_ids), num_tokens)
+        self._run.write(batch, slots, seeds, kv, wanted, self._memory, launch)
+
+    @refuses
+    def verify(
+        self,
+        req_to_token: torch.Tensor,
+        rows: Any,
+        seq_lens: Any,
+        *,
+        window: int | None = None,
+        budget: int | None = None,
+        kv_sources: Sequence[KVSource] = (),
+        req_ids: Sequence[object] | None = None,
+        tag: str = "verify",
+    ) -> int:
+        """Hold the stamps of running requests against what they must be.
+
+        For every position: the stamp's position is this one; its chain hash follows from its predecessor's stamp; its
+        token is the pool's, where one is attached (not -1, and within the row's valid length); its KV hash is that of
+        the bytes, where sources are given.
+
+        Args:
+            req_to_token: int32 or int64 ``[max_reqs, max_context_len]`` on the device, the slot of each position.
+            rows: int64 ``[num_reqs]``, each request's row of it; host integers, or on the device.
+            seq_lens: int64 ``[num_reqs]``, likewise. Where they are on the device the host plans for full rows.
+            window: only the last so many positions; the first of them is not held against its predecessor.
+            budget: at most so many slots a call, every k-th position of each request, in turn.
+            kv_sources: as they were when the slots were written.
+            req_ids: the caller's ids, for messages.
+            tag: names the launch in violations.
+
+        Returns: how many calls look at everything, k: each position is looked at once in k calls in a row.
+
+        Raises: RaggedTypeError, RaggedValueError; also for a budget below the number of requests.
+        """
+        kind = "int64" if isinstance(req_to_token, torch.Tensor) and req_to_token.dtype is torch.int64 else "int32"
+        self._check(req_to_token, HasOwnRows("req_to_token"), kind, ndim=2)
+        lens = self._column(seq_lens, "seq_lens", None, "")
+        num_reqs = int(lens.shape[0])
+        own = self._column(rows, "rows", num_reqs, "number of seq_lens")
+        sources = check_sources(kv_sources, self.num_slots, self.device)
+        window = WHOLE if window is None else as_int(window, "window", least=1)
+        if num_reqs == 0:
+            return 1
+        if isinstance(seq_lens, torch.Tensor) and seq_lens.device.type != "cpu":
+            bounds = np.full(num_reqs, req_to_token.shape[1], dtype=np.int64)
+        else:
+            bounds = Converter(Mode.STRICT).host(seq_lens, "seq_lens")
+        bounds = bounds.clip(0, min(window, req_to_token.shape[1]))
+        self._longest = int(bounds.max())
+        period, most = _period(bounds, None if budget is None else as_int(budget, "budget", least=1))
+        checks = Checks(req_to_token, own, lens, window, period, most)
+        launch = self.log.begin(Known(tag, None if req_ids is None else tuple(req_ids)), most)
+        self._run.check(checks, self._pool, sources, self._memory, launch)
+        return period
+
+    @refuses
+    def sweep(self, slots: Any, *, kv_sources: Sequence[KVSource] = (), tag: str = "sweep") -> None:
+        """Hold cached slots that no running request owns against what they must be: a radix cache.
+
+        Args:
+            slots: int64 ``[n, 3]``: slot, its predecessor's slot (-1 at position 0), position; on the host or device.
+            kv_sources: as they were when the slots were written.
+            tag: names the launch in violations.
+        """
+        sources = check_sources(kv_sources, self.num_slots, self.device)
+        if not isinstance(slots, torch.Tensor):
+            slots = torch.from_numpy(np.array(slots, dtype=np.int64).reshape(-1, 3)).to(self.device)
+        self._check(slots, HasOwnRows("slots"), "int64", ndim=2)
+        if slots.shape[1] != 3:
+            raise RaggedValueError(
+                f"{POOL}slots must have 3 columns, got {slots.shape[1]}", argument="slots", got=slots.shape[1], bound=3
+            )
+        if slots.shape[0]:
+            launch = self.log.begin(Known(tag, None), slots.shape[0])
+            self._run.sweep(slots.contiguous(), sources, self._memory, launch)
+
+    def owns(self, slots: Iterable[int], req_id: object) -> None:
+        """The allocator gave these slots to a request; None: they are free. For the messages only, on the host."""
+        for slot in slots:
+            holder, before = self._owners.get(slot, (None, None))
+            self._owners[slot] = (req_id, before if holder is None else holder)
+
+    def step(self) -> list[StampViolation]:
+        """End a step: what has arrived since the last one, logged or raised. Does not wait for the device.
+
+        Raises: CanaryViolation, in mode ``"raise"``.
+        """
+        self.step_number += 1
+        with torch.inference_mode():
+            self._memory.state[kinds.STATE_STEP].fill_(self.step_number)
+        new = self.log.poll()
+        if new and self._mode is OnViolation.RAISE:
+            named = "; ".join(map(str, new[:NAMED]))
+            more = f"; {self.log.found - NAMED} more" if self.log.found > NAMED else ""
+            raise CanaryViolation(f"kv-canary: {self.log.found} violations: {named}{more}", tuple(new))
+        for violation in new:
+            logger.warning("kv-canary: %s", violation)
+        return new
+
+    def counts(self) -> dict[str, int]:
+        """Comparisons really made so far by kind, slots written and skipped. Syncs."""
+        totals = self._memory.counters.sum(0).tolist()
+        return dict(zip(kinds.COUNTER_NAMES, totals, strict=False))
+
+    def coverage(self) -> int:
+        """For how many steps the position that was looked at least recently has gone unverified. Syncs.
+
+        Of the requests of the last ``verify``. Under a budget with period k and one call a step it is at most k.
+        """
+        live = min(self._longest, kinds.PHASES)
+        if live == 0:
+            return 0
+        return self.step_number - int(self._memory.state[2 : 2 + live].min())
+
+    def health(self) -> Health:
+        """Whether the canary is alive: a canary that checks nothing is always clean. Syncs."""
+        counts = self.counts()
+        since = {name: counts[name] - self._seen[name] for name in counts}
+        self._seen = counts
+        coverage = self.coverage()
+        found = int(self._memory.log[0, kinds.FOUND_COUNT])
+        problems = []
+        if not counts["written"]:
+            problems.append("no slot has ever been written")
+        if not since["position"]:
+            problems.append("no slot has been verified since health was last asked")
+        if self._pool is not None and since["position"] and not since["token"]:
+            problems.append("a pool is attached, and no token has been compared since health was last asked")
+        if self._max_age is not None and coverage > self._max_age:
+            problems.append(f"a position has gone unverified for {coverage} steps, max_age is {self._max_age}")
+        for problem in problems:
+            logger.warning("kv-canary: %s", problem)
+        return Health(self.step_number, counts, since, found, self.log.lost, coverage, tuple(problems))
+
+    def _read(self, line: list[int], known: Known | None) -> StampViolation:
+        slot, request = line[kinds.STAMP_SLOT], line[kinds.ENTRY_REQUEST]
+        violation = read_stamp(line, known)
+        holder, before = self._owners.get(slot, (None, None))
+        other = before if holder is None or (request >= 0 and holder == violation.req_id) else holder
+        return violation if other is None else read_stamp(line, known, other)
+
+    def _column(self, value: Any, name: str, length: int | None, meaning: str) -> torch.Tensor:
+        """int64 ``[n]`` on the device, from there or from the host."""
+        if isinstance(value, torch.Tensor) and value.device == self.device:
+            self._check(value, IsContiguous(name), "int64", ndim=1)
+        else:
+            array: Int64Array = Converter(Mode.STRICT).host(value, name)
+            slot = self._ring.acquire(len(array))
+            slot.array[: len(array)] = array
+            value = self._ring.send(slot, 0, len(array))
+        if length is not None:
+            apply([HasLength(name, meaning, lambda _: length)], {name: value}, where=POOL)
+        return value  # type: ignore[no-any-return]
+
+    def _check(self, tensor: Any, strides: Rule, dtype: str, ndim: int) -> None:
+        """A dense tensor of this kind on the canary's device; ``strides`` names it."""
+        name = strides.argument
+        if not isinstance(tensor, torch.Tensor):
+            got = type(tensor).__name__
+            raise RaggedTypeError(f"{POOL}{name} must be a tensor, got {got}", argument=name, got=got)
+        on_device = OnDevice(name, "the canary", lambda _: self.device)
+        rules: list[Rule] = [IsDense(name), HasNDim(name, ndim), HasDtype(name, dtype), on_device, strides]
+        apply(rules, {name: tensor}, where=POOL)
+
+
+def _period(bounds: Int64Array, budget: int | None) -> tuple[int, int]:
+    """Every how manieth position is looked at, a power of two, and at most how many that makes."""
+    if budget is None:
+        return 1, int(bounds.sum(dtype=np.int64))
+    period = 1
+    while (most := int((-(-bounds // period)).sum(dtype=np.int64))) > budget:
+        if period == kinds.PHASES:
+            raise RaggedValueError(
+                f"{POOL}budget must be at least {most} for these requests, got {budget}",
+                argument="budget",
+                got=budget,
+                bound=most,
+            )
+        period *= 2
+    return period, most
