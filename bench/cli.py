@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from time import perf_counter
 
 import click
 import torch
@@ -16,7 +17,9 @@ from bench.plot import plot as plot_results
 from bench.providers import PROVIDERS, Unavailable
 from bench.results import Results, Row
 from bench.runner import run as run_suites
+from bench.soak import Difference, soak
 from bench.suites import SUITES
+from ragged import RaggedError
 
 RESULT = click.Path(exists=True, dir_okay=False, path_type=Path)
 
@@ -113,6 +116,28 @@ def compare(old: Path, new: Path) -> None:
     for title, rows in (("only in OLD", found.only_old), ("only in NEW", found.only_new)):
         for row in rows:
             click.echo(f"{title}: {' '.join(row.key)}")
+
+
+@main.command("soak")
+@click.option("--steps", type=click.IntRange(1), default=1_000_000, show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True)
+def soak_command(steps: int, seed: int) -> None:
+    """A token pool against a dictionary of lists, on the CPU: exit 1 at the first difference.
+
+    A million steps take some minutes.
+    """
+    begin = perf_counter()
+    every = max(steps // 20, 1)
+
+    def on_step(step: int) -> None:
+        if step % every == 0:
+            click.echo(f"{step:,} steps, {perf_counter() - begin:,.0f} s", err=True)
+
+    try:
+        sent = soak(steps, seed=seed, on_step=on_step)
+    except (Difference, RaggedError) as error:
+        raise click.ClickException("; ".join([str(error), *getattr(error, "__notes__", ())])) from None
+    click.echo(f"no difference in {steps:,} steps of seed {seed}; {sent:,} tokens were sent")
 
 
 @main.command()

@@ -33,6 +33,7 @@ class World:
         self.running: dict[int, tuple[str, list[int]]] = {}
         self.held: dict[int, list[int]] = {}
         self._numbers = count(1)
+        self._shortened: set[int] = set()  # rows whose tail is shorter than TAIL until the next sync
 
     def fresh(self, length: int) -> list[int]:
         """Tokens that were never seen before, so that whatever is stale shows."""
@@ -61,7 +62,7 @@ class World:
     def rewrite(self, row: int, back: int) -> None:
         """The scheduler changes one of the last ``TAIL`` tokens that the pool holds, and tells nobody."""
         tokens, held = self.running[row][1], len(self.held.get(row, []))
-        if 0 <= held - back < len(tokens):
+        if row not in self._shortened and 0 <= held - back < len(tokens):
             [tokens[held - back]] = self.fresh(1)
 
     def sync(self) -> int:
@@ -72,6 +73,7 @@ class World:
             for row, (_, tokens) in self.running.items()
             if tokens != known[row][: len(tokens)]
         )
+        self._shortened -= set(self.running)
         self.held |= {row: list(tokens) for row, (_, tokens) in self.running.items()}
         if sent.num_tokens < fewest:
             raise Difference(f"sync says it sent {sent.num_tokens} tokens, {fewest} were new")
@@ -80,6 +82,7 @@ class World:
     def truncate(self, row: int, length: int) -> None:
         """A settled row is rolled back."""
         self.pool.truncate([row], [length])
+        self._shortened.add(row)
         del self.running[row][1][length:]
         del self.held[row][length:]
 
@@ -91,6 +94,7 @@ class World:
     def fork(self, source: int, target: int, length: int) -> None:
         """A free row becomes the beginning of another."""
         self.pool.fork(source, target, length)
+        self._shortened.add(target)
         self.held[target] = self.held[source][:length]
         self.running[target] = (f"r{next(self._numbers)}", list(self.held[target]))
 

@@ -131,14 +131,24 @@ def back_to_back_time(calls: Sequence[Call], device: torch.device, *, quick: boo
 
 
 def step_time(
-    calls: Sequence[Call], device: torch.device, *, repeats: int = 200, quick: bool = False
+    calls: Sequence[Call],
+    device: torch.device,
+    *,
+    repeats: int = 200,
+    quick: bool = False,
+    before: Call = lambda: None,
 ) -> tuple[Sample, Sample]:
-    """Host time until a call returns, and wall time until the device is done; the device is idle before each."""
+    """Host time until a call returns, and wall time until the device is done; the device is idle before each.
+
+    ``before`` is what the caller of a step does anyway: run each time, and not timed.
+    """
     for index in range(2 if quick else 10):
+        before()
         calls[index % len(calls)]()
     host, wall = [], []
     with _no_collection():
         for index in _within_budget(5 if quick else repeats):
+            before()
             synchronize(device)
             begin = perf_counter_ns()
             calls[index % len(calls)]()

@@ -1,8 +1,8 @@
 """The suites, by name."""
 
-from bench.suites import build, guards, scatter, step
+from bench.suites import build, guards, pool, scatter, step
 from bench.suites.base import Settings, Suite
 
-SUITES = {module.SUITE.name: module.SUITE for module in (scatter, guards, build, step)}
+SUITES = {module.SUITE.name: module.SUITE for module in (scatter, guards, build, step, pool)}
 
 __all__ = ["SUITES", "Settings", "Suite"]

@@ -171,7 +171,8 @@ class TokenPool:
         A sequence that became shorter is truncated. One whose known part was rewritten is found by comparing the last
         ``tail`` tokens that its row held, and sent whole; so is one that is cut deeper than that, for nothing is left
         to compare. **What this cannot see**: a change further back that leaves the tail as it was. The row then keeps
-        the old tokens, until ``verify`` names them; ``tail=None`` compares everything, at its price.
+        the old tokens, until ``verify`` names them; ``tail=None`` compares everything, at its price. After ``truncate``
+        and ``fork`` the host knows so many last tokens less, until the next ``sync``.
 
         Rows that are not named keep what they hold; ``release`` frees them.
 

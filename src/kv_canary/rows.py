@@ -24,13 +24,14 @@ UNSEEN: list[Any] = [object()]
 
 
 class Known(NamedTuple):
-    """What the host knows of the rows of some requests: int64 ``[num_reqs]`` twice, and their tails."""
+    """What the host knows of the rows of some requests: int64 ``[num_reqs]`` each, and their tails."""
 
     held: Int64Array
     """Tokens that the row holds."""
     kept: Int64Array
     """How many of them are the request's first ones, as far as ids and tails can tell."""
     tails: list[list[Any]]
+    tail_lens: Int64Array
     changed: bool
     """Whether some row is not the request's own, or is no longer its beginning."""
 
@@ -96,15 +97,15 @@ class Rows:
         held = self.lens[rows]
         tails = list(map(self._tails.__getitem__, requests.rows))
         owners = tuple(map(self._owners.__getitem__, requests.rows))
-        starts = held - np.fromiter(map(len, tails), np.int64, len(tails))
-        found = requests.slices(starts.tolist(), held.tolist())
+        tail_lens = np.fromiter(map(len, tails), np.int64, len(tails))
+        found = requests.slices((held - tail_lens).tolist(), held.tolist())
         if found == tails and owners == requests.req_ids:
-            return Known(held, held, tails, False)
+            return Known(held, held, tails, tail_lens, False)
         kept = held.copy()
         facts = enumerate(zip(found, tails, owners, requests.req_ids, strict=True))
         for i in [i for i, (last, tail, owner, req_id) in facts if last != tail or owner != req_id]:
             kept[i] = self._kept(requests.rows[i], requests.req_ids[i], requests.seqs[i])
-        return Known(held, kept, tails, True)
+        return Known(held, kept, tails, tail_lens, True)
 
     def _kept(self, row: int, req_id: object, seq: Sequence[Any]) -> int:
         """The same for one request whose row is not simply what it was, or longer."""
@@ -121,9 +122,11 @@ class Rows:
         self.lens[rows] = lens
         if known.changed:
             self._owners.update(zip(requests.rows, requests.req_ids, strict=True))
-        # In a decode step tails grow by a token, and are cut back only once they are twice as long as they have to be.
+        # In a decode step tails grow by a token, and are cut back only once they are twice as long as they have to be;
+        # one that was cut, or forked, is made whole.
         one_more = (lens == known.held + 1).all() and not known.changed and requests.all_lists
-        if one_more and max(map(len, known.tails)) < 2 * self._fewest:
+        whole = known.tail_lens >= np.minimum(known.held, self._fewest)
+        if one_more and whole.all() and int(known.tail_lens.max()) < 2 * self._fewest:
             deque(map(list.append, known.tails, requests.last), maxlen=0)
             return
         for row, seq in zip(requests.rows, requests.seqs, strict=True):

@@ -219,6 +219,16 @@ def test_a_fork_goes_on_where_it_was_cut(target: Any) -> None:
     assert rows_of(pool) == {1: [1, 2, 3, 4], 2: [1, 2, 3, 9], 3: [1, 2, 8, 9]}
 
 
+def test_a_tail_that_was_cut_is_whole_again_after_a_sync(target: Any) -> None:
+    pool, tokens = pool_of(target, tail=4), [1, 2, 3, 4, 5, 6]
+    pool.sync([(1, "a", tokens)])
+    pool.truncate([1], [5])
+    tokens[5:] = [7]
+    assert pool.sync([(1, "a", tokens)]).num_tokens == 1
+    tokens[2] = 99
+    assert pool.sync([(1, "a", tokens)]).num_tokens == 6
+
+
 def test_rows_that_came_in_batches_are_sent_whole_once(target: Any) -> None:
     pool = pool_of(target)
     pool.write(target.batch([[1, 2], []], [1, 2]))

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kv_canary.kinds import UNWRITTEN
+from kv_canary.kinds import PADDING_ROW, UNWRITTEN
 from kv_canary.replay.scheduler import FREE, Scheduler, Segments
 from kv_canary.replay.trace import Trace
 from kv_canary.report import GuardReport
@@ -154,13 +154,13 @@ class Injector:
         self.done = f"row {row} lost its token at position {position}"
 
     def _swap_rows(self, live: Segments, candidates: Int64Array, pool: torch.Tensor) -> None:
-        if len(candidates) < 2:
-            return
-        first, second = self._pick(candidates, 2)
-        rows, longest = [int(live.rows[first]), int(live.rows[second])], int(live.lengths[[first, second]].max())
-        if not torch.equal(pool[rows[0], :longest], pool[rows[1], :longest]):
-            pool[rows, :longest] = pool[rows[::-1], :longest]
-            self.done = f"rows {rows[0]} and {rows[1]} were swapped"
+        [first] = self._pick(live.rows[candidates])
+        others = live.rows[candidates] if len(candidates) > 1 else np.arange(PADDING_ROW + 1, len(pool))
+        [second] = self._pick(others[others != first])
+        longest = int(live.lengths[np.isin(live.rows, [first, second])].max())
+        if not torch.equal(pool[first, :longest], pool[second, :longest]):
+            pool[[first, second], :longest] = pool[[second, first], :longest]
+            self.done = f"rows {first} and {second} were swapped"
 
 
 CELLS = {

@@ -42,7 +42,7 @@ def plot(result: ReplayResult, path: Path) -> None:
     tokens.legend(loc="upper right", frameon=False)
 
     host.plot(steps, result.host_us, color=SENT, linewidth=1)
-    host.set_yscale("symlog")
+    host.set_yscale("log")
     host.set_ylabel("host us a step")
     for axes in (running, tokens, host):
         axes.set_xlabel("step")
