@@ -17,6 +17,8 @@ from kv_canary.replay.result import ReplayResult, ReplaySettings
 from kv_canary.replay.run import replay
 from kv_canary.replay.scheduler import Scheduler
 from kv_canary.replay.trace import TraceError, read_trace, synthetic_trace
+from kv_canary.replay.watch import PERTURBATIONS
+from kv_canary.selftest import selftest
 
 try:
     import click
@@ -150,12 +152,19 @@ def _checked_plot(context: click.Context, option: click.Parameter, path: Path | 
     type=click.Choice(list(KINDS)),
     help="Break one step on purpose, to see that it is found (exit 1).",
 )
+@click.option("--canary", is_flag=True, help="Stamp and verify KV slots, too.")
+@click.option("--page-size", type=POSITIVE, default=DEFAULTS.page_size, show_default=True, help="KV slots in a page.")
+@click.option(
+    "--perturb",
+    type=click.Choice(list(PERTURBATIONS)),
+    help="Break a KV slot on purpose, to see that the canary finds it (exit 1).",
+)
 def replay_command(
     trace: Path | None,
     requests: int | None,
     json_path: Path | None,
     plot_path: Path | None,
-    **settings: str | int | None,
+    **settings: str | int | bool | None,
 ) -> None:
     """Replay a serving trace through a small scheduler, and check every token in the pool.
 
@@ -193,6 +202,23 @@ def replay_command(
     if result.interrupted:
         click.echo("interrupted: the figures are those up to there", err=True)
         sys.exit(INTERRUPTED)
+
+
+@main.command("doctor", short_help="Break a small canary in every way, and see that it sees.")
+@click.option(
+    "--device", default=DEFAULTS.device, show_default=True, callback=_checked_device, help="cpu, cuda, cuda:1."
+)
+def doctor_command(device: str) -> None:
+    """Run the canary's self-test. Exit code 0: it sees everything. 1: it does not."""
+    trials = selftest(device)
+    table = Table(box=None, pad_edge=False)
+    for heading in ("perturbation", "", "found", "first"):
+        table.add_column(heading)
+    for trial in trials:
+        table.add_row(trial.name, "ok" if trial.passed else "FAILED", str(trial.found), trial.first)
+    Console(markup=False).print(table)
+    if not all(trial.passed for trial in trials):
+        sys.exit(FOUND)
 
 
 @contextmanager
@@ -247,6 +273,11 @@ def _print_table(result: ReplayResult) -> None:
             f"{verdict}; {result.tokens_verified:,} tokens of {result.requests_verified:,} requests compared"
         ),
     }
+    if (canary := result.canary) is not None:
+        compared = ", ".join(f"{canary.counts[name]:,} {name}" for name in ("position", "chain", "token", "kv"))
+        rows["canary"] = (
+            f"{canary.counts['written']:,} slots stamped; compared {compared}; all in {canary.period} steps"
+        )
     table = Table(box=None, show_header=False, pad_edge=False)
     for name, value in rows.items():
         table.add_row(name, value)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["ReplayResult", "ReplaySettings"]
+__all__ = ["ReplayResult", "ReplaySettings", "Watched"]
 
 
 @attrs.frozen(kw_only=True)
@@ -18,7 +18,8 @@ class ReplaySettings:
     """How to replay. The pool is int32 `[max_running + 1, max_context]`; row 0 is padding.
 
     `prefill_budget` is tokens a step; `verify_every` is steps; `inject` is a kind of fault
-    (`inject.KINDS`) or None. `seed` decides where a fault strikes.
+    (`inject.KINDS`) or None. `seed` decides where a fault strikes. `canary` stamps KV slots in pages of
+    `page_size`, and `perturb` is a kind of fault of theirs (`watch.PERTURBATIONS`) or None.
     """
 
     max_running: int = 256
@@ -29,6 +30,22 @@ class ReplaySettings:
     seed: int = 0
     verify_every: int = 100
     inject: str | None = None
+    canary: bool = False
+    perturb: str | None = None
+    page_size: int = 16
+
+
+@attrs.frozen
+class Watched:
+    """What a canary did in a replay.
+
+    `counts` are comparisons by kind, slots written and skipped; `period` is how many calls looked at
+    everything, at the last step; `perturbed` says what was broken and when, None where nothing was.
+    """
+
+    counts: dict[str, int]
+    period: int
+    perturbed: str | None
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -58,6 +75,7 @@ class ReplayResult:
     running: npt.NDArray[np.int64] = attrs.field(repr=False)
     step_tokens: npt.NDArray[np.int64] = attrs.field(repr=False)
     violation_cells: npt.NDArray[np.int64] = attrs.field(repr=False)
+    canary: Watched | None
     tokens_verified: int
     requests_verified: int
     violations: int

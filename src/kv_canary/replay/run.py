@@ -14,8 +14,9 @@ from kv_canary.replay.inject import Injector
 from kv_canary.replay.result import ReplayResult, ReplaySettings
 from kv_canary.replay.scheduler import Scheduler, Segments, count_steps
 from kv_canary.replay.trace import Trace
+from kv_canary.replay.watch import Watch
 from kv_canary.report import GuardReport, GuardViolation
-from kv_canary.violations import ViolationLog
+from kv_canary.violations import CanaryViolation, ViolationLog
 from ragged import RaggedBatch, RaggedError
 from ragged.packing import starts
 
@@ -87,9 +88,13 @@ class _Replay:
         self._sequences: dict[int, tuple[int, list[int]]] = {}
         self._injector: Injector | None = None
         self._num_steps: int | None = None
-        if settings.inject is not None:
+        if settings.inject is not None or settings.perturb is not None:
             # To strike in the middle of a run one must know how long it is.
             self._num_steps = count_steps(self._new_scheduler())
+        self._watch: Watch | None = None
+        if settings.canary or settings.perturb is not None:
+            self._watch = Watch(self._pool, settings, num_steps=self._num_steps or 0)
+        if settings.inject is not None and self._num_steps is not None:
             self._injector = Injector(settings.inject, trace, seed=settings.seed, num_steps=self._num_steps)
         self._host_ns: list[int] = []
         self._running: list[int] = []
@@ -123,6 +128,8 @@ class _Replay:
             interrupted = True
         if self._injector is not None and not self._findings and not interrupted:
             self._findings.append(self._injector.not_seen())
+        if self._watch is not None and self._watch.perturb and not self._findings and not interrupted:
+            self._findings.append(self._watch.not_seen())
         return self._result(interrupted, seconds=(perf_counter_ns() - started) / 1e9)
 
     def _take(self, step: Segments) -> None:
@@ -140,7 +147,24 @@ class _Replay:
         self._check_guards(number, wait=due, broken=step if broken else None)
         if due and not broken:
             self._verify(number)
+        if self._watch is not None and not self._findings:
+            self._stamp(self._watch, number, step)
+        live = self._scheduler.live()
         self._scheduler.retire()
+        if self._watch is not None:
+            self._watch.free(np.setdiff1d(live.rows, self._scheduler.live().rows))
+
+    def _stamp(self, watch: Watch, number: int, step: Segments) -> None:
+        """The canary's part of a step."""
+        live = self._scheduler.live()
+        try:
+            watch.take(number, step, self._tokens, self._scheduler)
+            if self._scheduler.drained:
+                watch.verify(live, budget=None)
+        except CanaryViolation as violation:
+            self._found(number, str(violation))
+        if watch.done and not self._findings and number - watch.done_at > watch.overdue:
+            self._found(number, watch.not_seen())
 
     def _next_check(self, number: int) -> int:
         """The step of the next verification, this one included."""
@@ -156,7 +180,7 @@ class _Replay:
         The tokens are made up before the clock starts: an engine has them.
         """
         pieces, positions = step.flat()
-        tokens = self._trace.token_ids(step.requests[pieces], positions)
+        self._tokens = tokens = self._trace.token_ids(step.requests[pieces], positions)
         for row, request, chunk in zip(
             step.rows.tolist(),
             step.requests.tolist(),
@@ -250,6 +274,7 @@ class _Replay:
             running=np.array(self._running, np.int64),
             step_tokens=np.array(self._step_tokens, np.int64),
             violation_cells=np.array(self._cells, np.int64).reshape(-1, 2),
+            canary=None if self._watch is None else self._watch.report(),
             tokens_verified=self._log.compared(),
             requests_verified=int(self._verified.sum()),
             violations=self._violations,
