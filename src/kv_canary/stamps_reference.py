@@ -28,7 +28,7 @@ def write(
         chain, seed = kinds.ANCHOR, kinds.NO_SLOT if seeds is None else int(seeds[request])
         if kinds.PADDING_SLOT < seed < num_slots:
             chain = _behind(stamps, seed)
-        elif not kinds.NO_SLOT <= seed < num_slots:
+        elif not kinds.NO_SLOT <= seed < num_slots and bounds[request] < bounds[request + 1]:
             _tell(memory, launch, kinds.SLOT, request, row, seed, prefix - 1)
         for index in range(bounds[request], bounds[request + 1]):
             token, slot, position = token_ids[index], int(slots[index]), prefix + index - bounds[request]

@@ -24,7 +24,8 @@ def write(
 
     Args:
         slots: int64 ``[num_tokens]``; -1 and the padding slot are skipped, the chain goes on.
-        seeds: int64 ``[num_reqs]``, the last stamped slot of a request that continues, -1 for one that does not.
+        seeds: int64 ``[num_reqs]``, the last stamped slot of a request that continues, by an earlier call; -1 for one
+            that does not. An empty request's is not looked at.
         kv: int64 ``[num_tokens]``, hashes of the KV bytes, or None.
         expected: int64 ``[num_tokens]``, what the tokens ought to be, or None; -1 is not compared.
     """
@@ -34,7 +35,7 @@ def write(
     if seeds is not None:
         good = _inside(seeds, num_slots)
         base[good] = _behind(memory.stamps, seeds[good])
-        lost = _outside(seeds, num_slots)
+        lost = _outside(seeds, num_slots) & (batch.offsets.diff() > 0)
         requests = torch.arange(batch.num_reqs, dtype=torch.int64, device=token_ids.device)
         _tell(memory, launch, lost * kinds.SLOT, requests, rows, seeds, batch.prefix_lens - 1)
     terms = mix_all(token_ids, positions)

@@ -149,7 +149,8 @@ def write_stamps(
             positions, token_ids, wanted, zero, zero, positions,
         )  # fmt: skip
     if SEEDED:
-        lost = good & slot_bad(seeds, num_slots) & (column_tile + tl.zeros_like(requests) == 0)
+        begins = (tl.max(owned.to(tl.int32), axis=1) > 0) & (column_tile + tl.zeros_like(requests) == 0)
+        lost = begins & slot_bad(seeds, num_slots)
         if tl.max(lost.to(tl.int32), axis=0) > 0:
             none = tl.zeros_like(requests)
             rows_of = tl.load(rows_ptr + requests, mask=good, other=-1)  # [REQUESTS] int64
