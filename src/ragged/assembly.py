@@ -20,7 +20,7 @@ from ragged.regroup import Made
 from ragged.rules import HasLength, apply, as_int
 from ragged.sequences import Sequences, count, mixed_devices, read_flat, read_part, read_sequences
 from ragged.staging import Slot, StagingRing
-from ragged.tokens import NO_COUNTS, TokenRules, WideTokens
+from ragged.tokens import TokenCounts, TokenRules, WideTokens
 
 
 class BatchOptions(TypedDict, total=False):
@@ -108,7 +108,7 @@ class Assembly:
         self._taken: dict[int, int] | None = {}  # row -> request with tokens; None: to be counted anew
         self._num_tokens = 0  # staged on the host
         self._device_parts: list[torch.Tensor] = []
-        self._counts = NO_COUNTS
+        self._counts = TokenCounts()
         self._coercions: list[Coercion] = []
 
     def __len__(self) -> int:
@@ -245,10 +245,8 @@ class Assembly:
             slot = self._room(starts(len(self) + num_reqs).token_ids, num_tokens)
             first = self._reserve + self._num_tokens
             staged = slot.array[first : first + num_tokens]
-            join(read.parts, staged)
-            counts = self.token_rules.check(staged, offsets, first_request=len(self), req_ids=req_ids)
-            if counts is not NO_COUNTS:
-                self._counts += counts
+            if join(read.parts, staged) > self.token_rules.largest:
+                self._counts += self.token_rules.check(staged, offsets, first_request=len(self), req_ids=req_ids)
             self._num_tokens += num_tokens
 
     def _room(self, header: int, more_tokens: int) -> Slot:

@@ -7,7 +7,6 @@ import numpy as np
 
 from ragged.convert import Choice, Int64Array
 from ragged.errors import RaggedValueError, request_name
-from ragged.join import exceeds
 from ragged.rules import INT32_MAX, as_int
 
 PLACEHOLDER = -1
@@ -30,9 +29,6 @@ class TokenCounts:
 
     def __add__(self, other: TokenCounts) -> TokenCounts:
         return TokenCounts(self.placeholders + other.placeholders, self.wide + other.wide)
-
-
-NO_COUNTS = TokenCounts()
 
 
 @attrs.frozen
@@ -64,13 +60,12 @@ class TokenRules:
         first_request: int = 0,
         req_ids: tuple[object, ...] | None = None,
     ) -> TokenCounts:
-        """Count what is allowed; raise RaggedValueError for what is not.
+        """Count what is allowed; raise RaggedValueError for what is not. Needed where any id is outside
+        ``[0, largest]`` only.
 
         ``token_ids`` are int64 ``[num_tokens]`` and ``offsets`` int64 ``[num_reqs + 1]``; requests are numbered
         from ``first_request``.
         """
-        if not exceeds(token_ids, self.largest):
-            return NO_COUNTS
         placeholder = token_ids == PLACEHOLDER
         wide = token_ids > INT32_MAX
         refused = (token_ids < 0) | (token_ids > self.largest)

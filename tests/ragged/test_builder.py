@@ -619,6 +619,8 @@ def test_a_step_waits_for_nothing_and_copies_once(no_sync: Any, how: str) -> Non
 @pytest.mark.gpu
 def test_copies_run_on_the_current_stream(busy: Any) -> None:
     builder, stream = RaggedBatchBuilder(device="cuda"), torch.cuda.Stream()
+    builder.add(1, [0])
+    builder.build().token_ids.sum()  # what is loaded at first use waits for the device
     busy()  # the default stream; nothing of ours waits for it
     with torch.cuda.stream(stream):
         builder.add(1, [5, 6])
@@ -643,6 +645,7 @@ def test_batches_built_on_one_stream_are_read_on_another(busy: Any) -> None:
         with torch.cuda.stream(consumer):
             built.wait(consumer)
             copy_there = batch.token_ids.clone()
+        consumer.synchronize()
         assert copy_there.tolist() == [number] * 100
 
 

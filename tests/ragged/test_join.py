@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import ragged.join
 from ragged import RaggedBatch, RaggedBatchBuilder
-from ragged.join import exceeds, join
+from ragged.join import join
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +21,7 @@ def threaded() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ragged.join, "THREADS", 3)
         patch.setattr(ragged.join, "LARGE", 3)
+        patch.setattr(ragged.join, "PIECE", 4)
         yield
     ragged.join._threads().shutdown()
     ragged.join._threads.cache_clear()
@@ -33,13 +34,18 @@ def test_threads_join_every_part_at_its_place(threaded: None, lengths: list[int]
     parts = [flat[sum(lengths[:i]) : sum(lengths[: i + 1])] for i in range(len(lengths))]
     framed = np.full(total + 2, -7, dtype=np.int64)
     if parts:
-        join(parts, framed[1:-1])
+        assert join(parts, framed[1:-1]) == max(total - 1, 0)
         assert framed.tolist() == [-7, *range(total), -7]
 
 
-@given(st.lists(st.integers(-3, 6) | st.sampled_from([2**31, 2**63 - 1, -(2**63)]), max_size=9), st.integers(0, 6))
-def test_threads_find_what_one_pass_finds(threaded: None, tokens: list[int], largest: int) -> None:
-    assert exceeds(np.array(tokens, dtype=np.int64), largest) == any(t < 0 or t > largest for t in tokens)
+@given(st.lists(st.sampled_from([0, 1, 2**31, 2**63 - 1, -1, -(2**63)]), max_size=15), st.integers(1, 6))
+def test_the_largest_is_found_and_a_negative_number_is_larger_than_any(
+    threaded: None, tokens: list[int], length: int
+) -> None:
+    parts = [np.array(tokens[at : at + length], dtype=np.int64) for at in range(0, len(tokens), length)]
+    largest = max((token % 2**64 for token in tokens), default=0)
+    if parts:
+        assert join(parts, np.empty(len(tokens), dtype=np.int64)) == largest
 
 
 def test_threads_work_in_inference_mode_too(threaded: None) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragged import RaggedError, RaggedTypeError, RaggedValueError
-from ragged.tokens import NO_COUNTS, PLACEHOLDER, TokenCounts, TokenRules
+from ragged.tokens import PLACEHOLDER, TokenCounts, TokenRules
 
 INT32_MAX = 2**31 - 1
 WIDE = 1_000_000 + 2**61  # case 49: SGLang's multimodal sentinels
@@ -116,7 +116,6 @@ def test_a_vocabulary_size_may_be_numpys() -> None:
 
 def test_counts_add_up() -> None:
     assert TokenCounts(1, 2) + TokenCounts(3, 4) == TokenCounts(4, 6)
-    assert TokenCounts(0, 0) == NO_COUNTS
 
 
 def allowed(token: int, vocab_size: int | None, placeholders: bool, opaque: bool) -> bool:
