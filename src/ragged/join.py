@@ -16,8 +16,8 @@ THREADS = max(1, min(4, (os.cpu_count() or 1) // 4))
 """256 parts of 8,192 tokens: one thread 1.65 ms, two 0.91, four 0.65, eight 0.88 (H200 host, 16 cores). A quarter of
 the cores at most: on two busy ones, waiting for the second thread costs more than it brings (1.4 against 1.2 ms)."""
 PIECE = 1 << 18
-"""Tokens that a thread takes at a time. The join above by pieces of 2^15 tokens 4.8 ms, 2^17 2.1, 2^18 1.5, 2^19 1.4, by
-one thread 2.8 (another H200 host, busier)."""
+"""Tokens that a thread takes at a time. The join above by pieces of 2^15 tokens 4.8 ms, 2^17 2.1, 2^18 1.5, 2^19 1.4,
+by one thread 2.8 (another H200 host, busier)."""
 LARGE = 2 * PIECE
 """Tokens from which threads pay; smaller joins never start one."""
 
