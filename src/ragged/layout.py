@@ -103,14 +103,14 @@ class RaggedLayout:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RaggedLayout):
             return NotImplemented
-        return self._key() == other._key()
+        return self._key() == other._key() and _same_ids(self.req_ids, other.req_ids)
 
     def __hash__(self) -> int:
-        return hash(self._key()[1:])  # an id may be a list
+        return hash(self._key())  # without ids: one may be a list
 
     def _key(self) -> tuple[Any, ...]:
         columns = (self.lengths, self.req_pool_indices, self.prefix_lens)
-        return (self.req_ids, self.bounds, *(column.tobytes() for column in columns))
+        return (self.bounds, *(column.tobytes() for column in columns))
 
     @classmethod
     @refuses
@@ -177,6 +177,14 @@ def lengths_of(offsets: Int64Array) -> Int64Array:
     return np.diff(offsets)
 
 
+def _same_ids(ids: tuple[object, ...] | None, others: tuple[object, ...] | None) -> bool:
+    """Whether they are equal; ids that cannot say so, such as arrays, are the same where they are one object."""
+    try:
+        return ids == others
+    except Exception:  # an id is the caller's, and may raise anything
+        return False
+
+
 def _rebuild(*fields: Any) -> RaggedLayout:
     """Unpickle through the constructor: what arrives is checked like what is made here."""
     lengths, req_pool_indices, prefix_lens, req_ids, bounds = fields
@@ -191,6 +199,9 @@ def _rebuild(*fields: Any) -> RaggedLayout:
 
 def _columns(layout: RaggedLayout) -> tuple[Int64Array, Int64Array, Int64Array]:
     """The three given columns as int64 of one length."""
+    if not isinstance(layout.bounds, Bounds):
+        got = type(layout.bounds).__name__
+        raise RaggedTypeError(f"bounds must be a Bounds, got {got}", argument="bounds", got=got)
     lengths, rows, prefix_lens = layout.lengths, layout.req_pool_indices, layout.prefix_lens
     if not (is_plain(lengths) and is_plain(rows) and is_plain(prefix_lens)):
         convert = Converter(Mode.STRICT, req_ids=layout.req_ids).host

@@ -6,7 +6,7 @@ import attrs
 import numpy as np
 
 from ragged.convert import Choice, Int64Array
-from ragged.errors import RaggedValueError, request_name
+from ragged.errors import RaggedTypeError, RaggedValueError, request_name
 from ragged.rules import INT32_MAX, as_int
 
 PLACEHOLDER = -1
@@ -49,6 +49,10 @@ class TokenRules:
     def __attrs_post_init__(self) -> None:
         if self.vocab_size is not None:
             object.__setattr__(self, "vocab_size", as_int(self.vocab_size, "vocab_size", least=1))
+        allow = self.allow_placeholders
+        if not isinstance(allow, bool | np.bool_):  # "false" out of a file of options would allow them
+            says, name = "allow_placeholders must be a bool", type(allow).__name__
+            raise RaggedTypeError(f"{says}, got {name} {allow!r}", argument="allow_placeholders", got=allow)
         bound = INT32_MAX if self.vocab_size is None else min(INT32_MAX, self.vocab_size - 1)
         object.__setattr__(self, "largest", bound)
 

@@ -114,6 +114,14 @@ def test_a_vocabulary_size_may_be_numpys() -> None:
     assert TokenRules(vocab_size=np.int64(5)) == TokenRules(vocab_size=5)
 
 
+@pytest.mark.parametrize("allow", ["false", 1, None], ids=repr)
+def test_whether_placeholders_are_allowed_is_a_bool(refused: Any, allow: Any) -> None:
+    text = f"allow_placeholders must be a bool, got {type(allow).__name__} {allow!r}"
+    with refused(RaggedTypeError, text, argument="allow_placeholders", got=allow):
+        TokenRules(allow_placeholders=allow)
+    assert TokenRules(allow_placeholders=np.bool_(True)).allow_placeholders
+
+
 def test_counts_add_up() -> None:
     assert TokenCounts(1, 2) + TokenCounts(3, 4) == TokenCounts(4, 6)
 
