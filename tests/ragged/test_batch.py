@@ -252,6 +252,35 @@ def test_conversions_were_paid_for_once() -> None:
         assert made.coercions == ()
 
 
+EMPTY: dict[str, tuple[list[int], list[list[int]], list[int]]] = {
+    "zero_requests": ([], [], []),
+    "only_empty_requests": ([0, 0], [[], []], [-1, -1]),
+}
+"""Lengths, padded table, last tokens."""
+
+
+@pytest.mark.parametrize(("lengths", "table", "last"), EMPTY.values(), ids=EMPTY)
+def test_nothing_has_the_right_shapes_also_after_something(lengths: list[int], table: Any, last: list[int]) -> None:
+    # Case 24, 8: memory of an earlier batch is there, and nothing of it is read.
+    builder = RaggedBatchBuilder()
+    for _ in range(3):
+        builder.extend([1, 2, 3], [[5] * 40, [6], [7] * 100], prefix_lens=[1, 2, 3])
+        builder.build()
+    builder.extend(range(len(lengths)), [[] for _ in lengths])
+    batch = builder.build()
+    padded = batch.to_padded(9)
+    assert (tuple(padded.shape), padded.tolist()) == ((len(lengths), 0), table)
+    assert [part.tolist() for part in batch.unbind()] == [[] for _ in lengths]
+    for derived in (batch.token_ids, batch.positions, batch.req_ids):
+        assert (tuple(derived.shape), derived.dtype) == ((0,), torch.int64)
+    assert batch.last_token_indices.tolist() == last
+    assert batch.cu_seqlens.tolist() == [0] * (len(lengths) + 1)
+    assert batch.req_pool_indices.tolist() == list(range(len(lengths)))
+    assert (batch.max_len, batch.num_placeholders, batch.num_wide_tokens) == (0, 0, 0)
+    for made in (batch.select([]), *batch.split(5), RaggedBatch.concat([batch]), batch.pad_to(4)):
+        assert (made.num_tokens, made.token_ids.tolist()) == (0, [])
+
+
 # What consumers take.
 
 
