@@ -35,7 +35,7 @@ def scatter(
         raise RaggedTypeError(f"{SCATTER}batch must be a RaggedBatch, got {type(batch).__name__}", argument="batch")
     if not isinstance(pool, torch.Tensor):
         _check_tensors({"pool_out": pool})
-    check_pool(batch.packed, pool)
+    check_pool(batch.packed, batch.device_tokens, pool)
     layout = batch.layout
     layout.check_pool(pool.shape)
     _check_report(report, pool)

@@ -31,7 +31,8 @@ class RaggedBatch:
     ([0, 3, 3, 5], [0, 0, 0, 2, 2], [2, -1, 4])
 
     A batch owns its data: the caller may change or free its arrays as soon as the call returns. Nothing here syncs
-    with the device, but for ``from_nested`` of a device's tensor. Batches compare by identity, layouts by value.
+    with the device, but for ``to`` and ``from_nested`` of a device's tensor. Batches compare by identity, layouts by
+    value.
 
     Attributes:
         layout: the host truth, numpy arrays.
@@ -242,7 +243,7 @@ class RaggedBatch:
 
     @refuses
     def to(self, device: torch.device | str) -> RaggedBatch:
-        """The same batch on another device; itself where it is there already."""
+        """The same batch on another device, which syncs; itself where it is there already."""
         target = resolve_device(device)
         if target == self.device:
             return self
