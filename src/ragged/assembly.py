@@ -162,7 +162,7 @@ class Assembly:
         total: str,
     ) -> None:
         """Many requests at once, from flat tokens; ``total`` says in words what the tokens must number."""
-        rows = convert.host(rows, "req_pool_indices")
+        rows, ids = convert.host(rows, "req_pool_indices"), as_ids(req_ids)
         try:
             read = read_flat(token_ids, convert, self.ring.device)
         except RaggedError:
@@ -170,14 +170,15 @@ class Assembly:
             if fits and not (lengths < 0).any():  # one list a request: then the culprit has a name
                 bounds = zip(lengths.tolist(), lengths.cumsum().tolist(), strict=True)
                 parts = [token_ids[end - length : end] for length, end in bounds]
-                read_sequences(parts, convert, self.ring.device, as_ids(req_ids))
+                names = ids if ids is not None and len(ids) == len(parts) else None
+                read_sequences(parts, convert, self.ring.device, names)
             raise
         got, bound = int(read.lengths[0]), sum(lengths.tolist())
         if got != bound and not (lengths < 0).any():
             raise RaggedValueError(
                 f"token_ids length {got} != {total} ({bound})", argument="token_ids", got=got, bound=bound
             )
-        self._take(convert, lengths, rows, prefix_lens, as_ids(req_ids), read)
+        self._take(convert, lengths, rows, prefix_lens, ids, read)
 
     def finish(self) -> Made:
         """The parts of the batch; on success the assembly is empty again."""

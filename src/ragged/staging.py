@@ -32,7 +32,7 @@ def resolve_device(device: object) -> torch.device:
     """
     try:
         resolved = torch.device(device)  # type: ignore[call-overload]
-    except (RuntimeError, TypeError) as cause:
+    except (RuntimeError, TypeError, ValueError) as cause:
         raise RaggedTypeError(f"device must name a device, got {device!r}", argument="device", got=device) from cause
     if resolved.type == "cpu":
         return torch.device("cpu")

@@ -487,6 +487,12 @@ def test_a_batch_goes_to_no_device_that_cannot_hold_it(refused: Any) -> None:
         plain(2).to("meta")
 
 
+@pytest.mark.parametrize("device", [None, "nowhere", 2**63, 2**64], ids=repr)
+def test_what_names_no_device_is_refused(refused: Any, device: Any) -> None:
+    with refused(RaggedTypeError, f"device must name a device, got {device!r}", argument="device", got=device):
+        plain(2).to(device)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens_from", ["host", "device"])
 def test_to_a_gpu_and_back_is_the_same_batch(contents: Any, agrees: Any, tokens_from: str) -> None:
@@ -626,3 +632,17 @@ def test_ids_may_come_from_anything_that_can_be_walked_once(make: Any, way: str)
     }[way]
     batch = getattr(RaggedBatch, way)(*tokens, req_pool_indices=[1, 2], req_ids=make(["a", "b"]))
     assert batch.layout.req_ids == ("a", "b")
+
+
+@pytest.mark.parametrize("way", ["from_lengths", "from_offsets"])
+def test_too_few_ids_do_not_hide_what_is_wrong_with_the_tokens(refused: Any, way: str) -> None:
+    sizes = [1, 2] if way == "from_lengths" else [0, 1, 3]
+    with refused(
+        RaggedTypeError,
+        "token_ids must be integers, got str 'a' at request 1, position 1",
+        argument="token_ids",
+        request=1,
+        got="a",
+        bound="int64",
+    ):
+        getattr(RaggedBatch, way)([5, 6, "a"], sizes, req_pool_indices=[1, 2], req_ids=["x"])
