@@ -41,7 +41,7 @@ ROOMS = {
     "ragged.rearrange": _room(5, "numpy"),
     "ragged.packing": _room(5, "torch"),
     "ragged.staging": _room(6, "attrs", "numpy", "torch"),
-    "ragged.regroup": _room(7, "attrs", "torch"),
+    "ragged.regroup": _room(7, "attrs", "numpy", "torch"),
     "ragged.assembly": _room(8, "attrs", "numpy", "torch"),
     "ragged.batch": _room(9, "attrs", "torch"),
     "ragged.builder": _room(10),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
 import torch
@@ -29,7 +29,9 @@ def join(parts: list[Int64Array], out: Int64Array) -> int:
     """
     if out.size < LARGE or THREADS == 1:
         return _write(parts, out)
-    return max(_threads().map(_write_piece, *zip(*_pieces(parts, out), strict=True)))
+    pieces = [_threads().submit(_write_piece, *piece) for piece in _pieces(parts, out)]
+    wait(pieces)  # all of them, also where one fails: out is the caller's again when this returns
+    return max(piece.result() for piece in pieces)
 
 
 def _write(parts: list[Int64Array], out: Int64Array) -> int:

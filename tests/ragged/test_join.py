@@ -1,7 +1,9 @@
 """Joining parts: several threads do what one does."""
 
 import array
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -67,3 +69,20 @@ def test_threads_take_read_only_parts_and_let_go_of_the_callers(threaded: None) 
     for part in growing:
         part.append(7)
     assert builder.build().token_ids.tolist() == 4 * [*range(20_000)] + [*range(5), 6, *range(5)]
+
+
+def test_a_join_that_fails_is_over_when_it_raises(threaded: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed, write = threading.Event(), ragged.join._write
+
+    def slow_or_failing(parts: list[Any], out: Any) -> int:
+        if out[0] == -1:  # the first piece
+            failed.set()
+            raise MemoryError
+        failed.wait()
+        return write(parts, out)
+
+    monkeypatch.setattr(ragged.join, "_write", slow_or_failing)
+    out = np.arange(-1, 11, dtype=np.int64)
+    with pytest.raises(MemoryError):
+        join([np.full(4, 50 + number, dtype=np.int64) for number in range(3)], out)
+    assert out[4:].tolist() == [51] * 4 + [52] * 4
