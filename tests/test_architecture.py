@@ -41,7 +41,7 @@ ROOMS = {
     "ragged.rearrange": _room(5, "numpy"),
     "ragged.packing": _room(5, "torch"),
     "ragged.staging": _room(6, "attrs", "numpy", "torch"),
-    "ragged.regroup": _room(7, "attrs", "torch"),
+    "ragged.regroup": _room(7, "attrs", "numpy", "torch"),
     "ragged.assembly": _room(8, "attrs", "numpy", "torch"),
     "ragged.batch": _room(9, "attrs", "torch"),
     "ragged.builder": _room(10),
@@ -61,11 +61,24 @@ ROOMS = {
     "kv_canary.rows": _room(3, "numpy", "ragged"),
     "kv_canary.verify": _room(4, "numpy", "ragged", "torch"),
     "kv_canary.pool": _room(5, "attrs", "numpy", "ragged", "torch"),
+    "kv_canary.mixing": _room(0, "torch"),
+    "kv_canary.findings": _room(2, "attrs", "ragged"),
+    "kv_canary.stamping": _room(3, "attrs", "ragged", "torch"),
+    "kv_canary.stamps_reference": _room(3, "ragged", "torch"),
+    "kv_canary.stamps_torch": _room(3, "ragged", "torch"),
+    "kv_canary.stamps_triton": _room(3, "ragged", "torch"),
+    "kv_canary.intake": _room(3, "numpy", "ragged", "torch"),
+    "kv_canary.canary": _room(6, "attrs", "numpy", "ragged", "torch"),
+    "kv_canary.selftest": _room(6, "attrs", "ragged", "torch"),
     "kv_canary.warmup": _room(5, "ragged", "torch"),
     "kv_canary.replay": _room(6, "attrs", "matplotlib", "numpy", "ragged", "torch"),
     "kv_canary.cli": _room(7, "click", "rich", "torch"),
     "kv_canary.__main__": _room(7),
 }
+
+
+TRITON = ("kv_canary.triton_backend", "kv_canary.stamps_triton")
+"""The rooms that import kernels, and that are loaded when they are first used."""
 
 
 class Import(NamedTuple):
@@ -185,16 +198,16 @@ def test_kernels_import_only_kinds_and_each_other() -> None:
 
 def test_only_the_triton_backend_imports_kernels() -> None:
     for module, imports in GRAPH.items():
-        if _room_of(module) in ("kv_canary.kernels", "kv_canary.triton_backend"):
+        if _room_of(module) in ("kv_canary.kernels", *TRITON):
             continue
         assert not [t for t, _ in imports if t.startswith("kv_canary.kernels")], module
 
 
 def test_nothing_imports_the_triton_backend_before_it_is_used() -> None:
     for module, imports in GRAPH.items():
-        if _room_of(module) == "kv_canary.triton_backend":
+        if _room_of(module) in TRITON:
             continue
-        eager = [t for t, at_import in imports if at_import and "triton_backend" in t]
+        eager = [t for t, at_import in imports if at_import and t.startswith(TRITON)]
         assert not eager, f"{module} imports {eager} while it is imported itself"
 
 
@@ -281,7 +294,7 @@ def test_importing_and_using_both_packages_on_the_cpu_wakes_neither_triton_nor_c
         "import ragged, kv_canary\n"
         "def awake():\n"
         "    return sorted(m for m in sys.modules if m.split('.')[0] == 'triton'"
-        " or m.startswith(('kv_canary.kernels', 'kv_canary.triton_backend')))\n"
+        f" or m.startswith(('kv_canary.kernels', *{TRITON})))\n"
         "print(awake(), torch.cuda.is_initialized())\n"
         f"{BUILD_AND_SCATTER}\n"
         "print(awake(), torch.cuda.is_initialized())\n"

@@ -30,7 +30,7 @@ def resolve(backend: str, device: torch.device, operation: str = "") -> ModuleTy
     Raises: RaggedValueError for an unknown name, and for ``"triton"`` where it cannot run: not installed, or on the CPU
         without ``TRITON_INTERPRET=1``.
     """
-    if backend not in BACKENDS:
+    if not isinstance(backend, str) or backend not in BACKENDS:
         raise RaggedValueError(
             f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}", argument="backend", got=backend
         )

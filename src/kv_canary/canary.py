@@ -6,19 +6,21 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import attrs
 import numpy as np
 import torch
 
 from kv_canary import backends, kinds
-from kv_canary.findings import Health, Known, StampViolation, read_stamp
+from kv_canary.findings import Health, Known, Owners, StampViolation, read_stamp
 from kv_canary.guards import POOL
+from kv_canary.intake import Intake, period_of, refuse_continuing
 from kv_canary.pool import TokenPool
 from kv_canary.stamping import Checks, KVSource, Memory, Pooled, check_sources
 from kv_canary.violations import NAMED, CanaryViolation, LogFormat, ViolationLog
-from ragged import Mode, RaggedBatch, RaggedTypeError, RaggedValueError, StagingRing
-from ragged.convert import Choice, Converter, Int64Array
-from ragged.errors import refuses, request_name
-from ragged.rules import HasDtype, HasLength, HasNDim, HasOwnRows, IsContiguous, IsDense, OnDevice, Rule, apply, as_int
+from ragged import Mode, RaggedBatch, RaggedTypeError, RaggedValueError
+from ragged.convert import Choice, Converter
+from ragged.errors import refuses
+from ragged.rules import HasOwnRows, OnDevice, apply, as_int
 from ragged.staging import resolve_device
 
 RING_CAPACITY = 1024
@@ -81,12 +83,12 @@ class KVCanary:
         self._pool = None if pool is None else Pooled(pool.tokens, pool.valid_lens)
         self._max_age = None if max_age is None else as_int(max_age, "max_age", least=1)
         self._run = backends.resolve(backend, device, "stamps")
-        self._ring = StagingRing(device)
+        self._intake = Intake(device)
         with torch.inference_mode(False):
             state = torch.zeros(2 + kinds.PHASES, dtype=torch.int64, device=device)
             counters = torch.zeros(kinds.COUNTER_LINES, kinds.COUNTERS, dtype=torch.int64, device=device)
         self._memory = Memory(stamps, self.log.table, state, counters)
-        self._owners: dict[int, tuple[object, object]] = {}  # slot -> who has it, who had it before
+        self._owners = Owners()
         self._longest = 0
         self._seen = dict.fromkeys(kinds.COUNTER_NAMES, 0)
 
@@ -153,21 +155,14 @@ class KVCanary:
             raise RaggedTypeError(f"{POOL}batch must be a RaggedBatch, got {got}", argument="batch", got=got)
         apply([OnDevice("batch", "the canary", lambda _: self.device)], {"batch": batch.packed}, where=POOL)
         layout, num_tokens = batch.layout, batch.num_tokens
-        slots = self._column(out_cache_loc, "out_cache_loc", num_tokens, "num_tokens")
-        seeds = None if seed_slots is None else self._column(seed_slots, "seed_slots", batch.num_reqs, "num_reqs")
-        wanted = None if expected is None else self._column(expected, "expected", num_tokens, "num_tokens")
+        slots = self._intake.column(out_cache_loc, "out_cache_loc", num_tokens, "num_tokens")
+        seeds = (
+            None if seed_slots is None else self._intake.column(seed_slots, "seed_slots", batch.num_reqs, "num_reqs")
+        )
+        wanted = None if expected is None else self._intake.column(expected, "expected", num_tokens, "num_tokens")
         sources = check_sources(kv_sources, self.num_slots, self.device)
-        if seeds is None and layout.max_prefix_len > 0 and (layout.prefix_lens[layout.lengths > 0] > 0).any():
-            request = int(((layout.prefix_lens > 0) & (layout.lengths > 0)).argmax())
-            raise RaggedValueError(
-                f"{POOL}seed_slots must be given where a request continues: prefix_len is "
-                f"{layout.prefix_lens[request]} at {request_name(request, layout.req_id(request))}",
-                argument="seed_slots",
-                request=request,
-                req_id=layout.req_id(request),
-                got=None,
-                bound=int(layout.prefix_lens[request]),
-            )
+        if seeds is None:
+            refuse_continuing(layout)
         if num_tokens == 0:
             return
         kv = self._run.hash_kv(slots, self.num_slots, sources) if sources else None
@@ -208,10 +203,10 @@ class KVCanary:
         Raises: RaggedTypeError, RaggedValueError; also for a budget below the number of requests.
         """
         kind = "int64" if isinstance(req_to_token, torch.Tensor) and req_to_token.dtype is torch.int64 else "int32"
-        self._check(req_to_token, HasOwnRows("req_to_token"), kind, ndim=2)
-        lens = self._column(seq_lens, "seq_lens", None, "")
+        self._intake.check(req_to_token, HasOwnRows("req_to_token"), kind, ndim=2)
+        lens = self._intake.column(seq_lens, "seq_lens", None, "")
         num_reqs = int(lens.shape[0])
-        own = self._column(rows, "rows", num_reqs, "number of seq_lens")
+        own = self._intake.column(rows, "rows", num_reqs, "number of seq_lens")
         sources = check_sources(kv_sources, self.num_slots, self.device)
         window = WHOLE if window is None else as_int(window, "window", least=1)
         if num_reqs == 0:
@@ -222,7 +217,7 @@ class KVCanary:
             bounds = Converter(Mode.STRICT).host(seq_lens, "seq_lens")
         bounds = bounds.clip(0, min(window, req_to_token.shape[1]))
         self._longest = int(bounds.max())
-        period, most = _period(bounds, None if budget is None else as_int(budget, "budget", least=1))
+        period, most = period_of(bounds, None if budget is None else as_int(budget, "budget", least=1))
         checks = Checks(req_to_token, own, lens, window, period, most)
         launch = self.log.begin(Known(tag, None if req_ids is None else tuple(req_ids)), most)
         self._run.check(checks, self._pool, sources, self._memory, launch)
@@ -240,7 +235,7 @@ class KVCanary:
         sources = check_sources(kv_sources, self.num_slots, self.device)
         if not isinstance(slots, torch.Tensor):
             slots = torch.from_numpy(np.array(slots, dtype=np.int64).reshape(-1, 3)).to(self.device)
-        self._check(slots, HasOwnRows("slots"), "int64", ndim=2)
+        self._intake.check(slots, HasOwnRows("slots"), "int64", ndim=2)
         if slots.shape[1] != 3:
             raise RaggedValueError(
                 f"{POOL}slots must have 3 columns, got {slots.shape[1]}", argument="slots", got=slots.shape[1], bound=3
@@ -251,9 +246,7 @@ class KVCanary:
 
     def owns(self, slots: Iterable[int], req_id: object) -> None:
         """The allocator gave these slots to a request; None: they are free. For the messages only, on the host."""
-        for slot in slots:
-            holder, before = self._owners.get(slot, (None, None))
-            self._owners[slot] = (req_id, before if holder is None else holder)
+        self._owners.set(slots, req_id)
 
     def step(self) -> list[StampViolation]:
         """End a step: what has arrived since the last one, logged or raised. Does not wait for the device.
@@ -308,48 +301,5 @@ class KVCanary:
         return Health(self.step_number, counts, since, found, self.log.lost, coverage, tuple(problems))
 
     def _read(self, line: list[int], known: Known | None) -> StampViolation:
-        slot, request = line[kinds.STAMP_SLOT], line[kinds.ENTRY_REQUEST]
         violation = read_stamp(line, known)
-        holder, before = self._owners.get(slot, (None, None))
-        other = before if holder is None or (request >= 0 and holder == violation.req_id) else holder
-        return violation if other is None else read_stamp(line, known, other)
-
-    def _column(self, value: Any, name: str, length: int | None, meaning: str) -> torch.Tensor:
-        """int64 ``[n]`` on the device, from there or from the host."""
-        if isinstance(value, torch.Tensor) and value.device == self.device:
-            self._check(value, IsContiguous(name), "int64", ndim=1)
-        else:
-            array: Int64Array = Converter(Mode.STRICT).host(value, name)
-            slot = self._ring.acquire(len(array))
-            slot.array[: len(array)] = array
-            value = self._ring.send(slot, 0, len(array))
-        if length is not None:
-            apply([HasLength(name, meaning, lambda _: length)], {name: value}, where=POOL)
-        return value  # type: ignore[no-any-return]
-
-    def _check(self, tensor: Any, strides: Rule, dtype: str, ndim: int) -> None:
-        """A dense tensor of this kind on the canary's device; ``strides`` names it."""
-        name = strides.argument
-        if not isinstance(tensor, torch.Tensor):
-            got = type(tensor).__name__
-            raise RaggedTypeError(f"{POOL}{name} must be a tensor, got {got}", argument=name, got=got)
-        on_device = OnDevice(name, "the canary", lambda _: self.device)
-        rules: list[Rule] = [IsDense(name), HasNDim(name, ndim), HasDtype(name, dtype), on_device, strides]
-        apply(rules, {name: tensor}, where=POOL)
-
-
-def _period(bounds: Int64Array, budget: int | None) -> tuple[int, int]:
-    """Every how manieth position is looked at, a power of two, and at most how many that makes."""
-    if budget is None:
-        return 1, int(bounds.sum(dtype=np.int64))
-    period = 1
-    while (most := int((-(-bounds // period)).sum(dtype=np.int64))) > budget:
-        if period == kinds.PHASES:
-            raise RaggedValueError(
-                f"{POOL}budget must be at least {most} for these requests, got {budget}",
-                argument="budget",
-                got=budget,
-                bound=most,
-            )
-        period *= 2
-    return period, most
+        return attrs.evolve(violation, owner=self._owners.other(violation.slot, violation.req_id))

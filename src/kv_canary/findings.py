@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import attrs
@@ -62,7 +63,7 @@ class StampViolation:
         return ", ".join(words)
 
 
-def read_stamp(line: list[int], known: Known | None, owner: object = None) -> StampViolation:
+def read_stamp(line: list[int], known: Known | None) -> StampViolation:
     """A line of the ring."""
     request, req_ids = line[kinds.ENTRY_REQUEST], None if known is None else known.req_ids
     return StampViolation(
@@ -79,8 +80,25 @@ def read_stamp(line: list[int], known: Known | None, owner: object = None) -> St
         expected_token=line[kinds.EXPECTED_TOKEN],
         stored_hash=line[kinds.STORED_HASH],
         expected_hash=line[kinds.EXPECTED_HASH],
-        owner=owner,
     )
+
+
+class Owners:
+    """Whose each slot is and was, as far as an allocator tells; on the host."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, tuple[object, object]] = {}  # slot -> who has it, who had it before
+
+    def set(self, slots: Iterable[int], req_id: object) -> None:
+        """These slots are a request's now; None: nobody's."""
+        for slot in slots:
+            holder, before = self._held.get(slot, (None, None))
+            self._held[slot] = (req_id, before if holder is None else holder)
+
+    def other(self, slot: int, req_id: object) -> object:
+        """Who has a slot that ``req_id`` thinks is its own; where that is so, who had it before."""
+        holder, before = self._held.get(slot, (None, None))
+        return before if holder is None or holder == req_id else holder
 
 
 @attrs.frozen

@@ -124,12 +124,13 @@ BATCH_POOL: list[Rule] = [
 ]
 """What a pool must be for a batch, which needs no checks of its own."""
 BATCH_OVERLAP: list[Rule] = [NoOverlap("packed", "pool_out")]
+TOKENS_OVERLAP: list[Rule] = [NoOverlap("token_ids", "pool_out")]
 
 _accepted: dict[tuple[Any, ...], int] = {}  # what BATCH_POOL reads of a pool -> bytes that it spans
 ACCEPTED_KEPT = 256
 
 
-def check_pool(packed: torch.Tensor, pool_out: torch.Tensor) -> None:
+def check_pool(packed: torch.Tensor, device_tokens: torch.Tensor | None, pool_out: torch.Tensor) -> None:
     """Hold a pool against BATCH_POOL, once for all pools that look alike, and against the batch's own memory.
 
     Raises: RaggedValueError, RaggedTypeError.
@@ -148,3 +149,7 @@ def check_pool(packed: torch.Tensor, pool_out: torch.Tensor) -> None:
     begin, pool_begin = packed.data_ptr(), pool_out.data_ptr()
     if begin < pool_begin + span and pool_begin < begin + packed.nbytes:
         apply(BATCH_OVERLAP, arrays, where=SCATTER)
+    if device_tokens is not None:
+        begin = device_tokens.data_ptr()
+        if begin < pool_begin + span and pool_begin < begin + device_tokens.nbytes:
+            apply(TOKENS_OVERLAP, {"token_ids": device_tokens, "pool_out": pool_out}, where=SCATTER)

@@ -10,7 +10,7 @@ import torch
 
 from kv_canary import kinds
 from kv_canary.snapshot import Launches, Snapshot
-from ragged import Coercion, RaggedError
+from ragged import Coercion, RaggedError, RaggedTypeError
 from ragged.errors import request_name
 from ragged.staging import resolve_device
 
@@ -64,7 +64,7 @@ class GuardReport:
     """Counters on the device, one a kind, with the first offender of each.
 
     Pass one to ``scatter``; read it when you like. It may serve any number of launches, and names an offender by the
-    batch that it was in, even when later ones have been built since.
+    batch that it was in, even when later ones have been built since. One thread at a time: threads take one each.
 
     >>> report = GuardReport.allocate("cpu")
     >>> report.counts()
@@ -74,6 +74,7 @@ class GuardReport:
     """
 
     def __init__(self, table: torch.Tensor) -> None:
+        _check_table(table)
         self.table = table  # int64 [len(GUARDS), REPORT_COLUMNS], on the device
         self.coercions: list[Coercion] = []  # what coerce mode converted for the launches with this report
         self._launches = Launches()
@@ -160,6 +161,22 @@ class GuardReport:
             value=value,
             launch=launch,
             message=_WORDS[kind].format(position=position, value=value, **words),
+        )
+
+
+def _check_table(table: Any) -> None:
+    """Kernels write to it by address, so it is exactly as large as they take it to be."""
+    shape = (len(kinds.GUARDS), kinds.REPORT_COLUMNS)
+    sound = isinstance(table, torch.Tensor) and not table.is_nested and table.layout is torch.strided
+    if not sound or table.dtype is not torch.int64 or table.shape != shape or not table.is_contiguous():
+        got = f"{table.dtype} {tuple(table.shape)}" if sound else type(table).__name__
+        if sound and table.dtype is torch.int64 and table.shape == shape:
+            got = f"strides {table.stride()}"
+        raise RaggedTypeError(
+            f"table must be a contiguous int64 tensor of shape {shape}, got {got}",
+            argument="table",
+            got=got,
+            bound=shape,
         )
 
 

@@ -51,7 +51,7 @@ def scatter_checked(
     ``valid_lens``, int64 ``[max_reqs]`` on the pool's device, gets ``prefix_len + length``, at most
     ``max_context_len``, for each request's row, by the same launch.
     """
-    check_pool(batch.packed, pool)
+    check_pool(batch.packed, batch.device_tokens, pool)
     layout = batch.layout
     layout.check_pool(pool.shape)
     _check_report(report, pool)

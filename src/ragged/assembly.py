@@ -20,7 +20,7 @@ from ragged.regroup import Made
 from ragged.rules import HasLength, apply, as_int
 from ragged.sequences import Sequences, count, mixed_devices, read_flat, read_part, read_sequences
 from ragged.staging import Slot, StagingRing
-from ragged.tokens import NO_COUNTS, TokenRules, WideTokens
+from ragged.tokens import TokenCounts, TokenRules, WideTokens
 
 
 class BatchOptions(TypedDict, total=False):
@@ -108,7 +108,7 @@ class Assembly:
         self._taken: dict[int, int] | None = {}  # row -> request with tokens; None: to be counted anew
         self._num_tokens = 0  # staged on the host
         self._device_parts: list[torch.Tensor] = []
-        self._counts = NO_COUNTS
+        self._counts = TokenCounts()
         self._coercions: list[Coercion] = []
 
     def __len__(self) -> int:
@@ -162,7 +162,7 @@ class Assembly:
         total: str,
     ) -> None:
         """Many requests at once, from flat tokens; ``total`` says in words what the tokens must number."""
-        rows = convert.host(rows, "req_pool_indices")
+        rows, ids = convert.host(rows, "req_pool_indices"), as_ids(req_ids)
         try:
             read = read_flat(token_ids, convert, self.ring.device)
         except RaggedError:
@@ -170,14 +170,15 @@ class Assembly:
             if fits and not (lengths < 0).any():  # one list a request: then the culprit has a name
                 bounds = zip(lengths.tolist(), lengths.cumsum().tolist(), strict=True)
                 parts = [token_ids[end - length : end] for length, end in bounds]
-                read_sequences(parts, convert, self.ring.device, as_ids(req_ids))
+                names = ids if ids is not None and len(ids) == len(parts) else None
+                read_sequences(parts, convert, self.ring.device, names)
             raise
         got, bound = int(read.lengths[0]), sum(lengths.tolist())
         if got != bound and not (lengths < 0).any():
             raise RaggedValueError(
                 f"token_ids length {got} != {total} ({bound})", argument="token_ids", got=got, bound=bound
             )
-        self._take(convert, lengths, rows, prefix_lens, as_ids(req_ids), read)
+        self._take(convert, lengths, rows, prefix_lens, ids, read)
 
     def finish(self) -> Made:
         """The parts of the batch; on success the assembly is empty again."""
@@ -245,10 +246,8 @@ class Assembly:
             slot = self._room(starts(len(self) + num_reqs).token_ids, num_tokens)
             first = self._reserve + self._num_tokens
             staged = slot.array[first : first + num_tokens]
-            join(read.parts, staged)
-            counts = self.token_rules.check(staged, offsets, first_request=len(self), req_ids=req_ids)
-            if counts is not NO_COUNTS:
-                self._counts += counts
+            if join(read.parts, staged) > self.token_rules.largest:
+                self._counts += self.token_rules.check(staged, offsets, first_request=len(self), req_ids=req_ids)
             self._num_tokens += num_tokens
 
     def _room(self, header: int, more_tokens: int) -> Slot:

@@ -14,7 +14,7 @@ from ragged.assembly import Assembly, BatchOptions
 from ragged.convert import Coercion, Converter, Mode
 from ragged.errors import RaggedTypeError, refuses
 from ragged.layout import RaggedLayout, as_ids, lengths_of
-from ragged.packing import Views, starts_of, views
+from ragged.packing import Views, check_parts, views
 from ragged.rules import HasLength, apply
 from ragged.staging import resolve_device
 from ragged.tokens import TokenCounts
@@ -31,7 +31,8 @@ class RaggedBatch:
     ([0, 3, 3, 5], [0, 0, 0, 2, 2], [2, -1, 4])
 
     A batch owns its data: the caller may change or free its arrays as soon as the call returns. Nothing here syncs
-    with the device, but for ``from_nested`` of a device's tensor. Batches compare by identity, layouts by value.
+    with the device, but for ``to`` and ``from_nested`` of a device's tensor. Batches compare by identity, layouts by
+    value.
 
     Attributes:
         layout: the host truth, numpy arrays.
@@ -48,9 +49,7 @@ class RaggedBatch:
     coercions: tuple[Coercion, ...] = ()
 
     def __attrs_post_init__(self) -> None:
-        bound = starts_of(self.layout).token_ids + (0 if self.device_tokens is not None else self.layout.num_tokens)
-        if self.packed.shape[0] != bound:
-            apply([HasLength("packed", "length of its layout", lambda _: bound)], {"packed": self.packed})
+        check_parts(self.layout, self.packed, self.device_tokens)
 
     @classmethod
     @refuses
@@ -84,8 +83,8 @@ class RaggedBatch:
         **options: Unpack[BatchOptions],
     ) -> RaggedBatch:
         """From flat ``token_ids`` [num_tokens] and ``lengths`` [num_reqs]; keywords as in ``from_sequences``."""
-        assembly = Assembly(**options)
-        convert = Converter(assembly.mode, req_ids=as_ids(req_ids))
+        assembly, req_ids = Assembly(**options), as_ids(req_ids)
+        convert = Converter(assembly.mode, req_ids=req_ids)
         counted = convert.host(lengths, "lengths")
         assembly.extend_flat(
             token_ids, counted, req_pool_indices, prefix_lens, req_ids, convert=convert, total="sum of lengths"
@@ -105,8 +104,8 @@ class RaggedBatch:
         **options: Unpack[BatchOptions],
     ) -> RaggedBatch:
         """From flat ``token_ids`` [num_tokens], CSR ``offsets`` [num_reqs + 1]; keywords as in ``from_sequences``."""
-        assembly = Assembly(**options)
-        convert = Converter(assembly.mode, req_ids=as_ids(req_ids))
+        assembly, req_ids = Assembly(**options), as_ids(req_ids)
+        convert = Converter(assembly.mode, req_ids=req_ids)
         rows = convert.host(req_pool_indices, "req_pool_indices")
         given = {"offsets": convert.host(offsets, "offsets")}
         apply([HasLength("offsets", "number of req_pool_indices + 1", lambda _: len(rows) + 1)], given)
@@ -244,7 +243,7 @@ class RaggedBatch:
 
     @refuses
     def to(self, device: torch.device | str) -> RaggedBatch:
-        """The same batch on another device; itself where it is there already."""
+        """The same batch on another device, which syncs; itself where it is there already."""
         target = resolve_device(device)
         if target == self.device:
             return self

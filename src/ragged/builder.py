@@ -21,8 +21,9 @@ class RaggedBatchBuilder:
     >>> len(builder)
     0
 
-    A call that refuses its input leaves the builder exactly as it was. Copies run on the current stream of the device;
-    ``build`` waits only where the copy of ``num_slots`` batches before is still in flight.
+    A call that refuses its input leaves the builder exactly as it was. One thread at a time: threads take one each.
+    Copies run on the current stream of the device; ``build`` waits only where the copy of ``num_slots`` batches before
+    is still in flight.
 
     Args: BatchOptions: ``device``, ``mode``, ``vocab_size``, ``pool_shape``, ``overflow``, ``allow_placeholders``,
         ``wide_tokens``, ``padding_row``.

@@ -7,12 +7,14 @@ lengths. Where tokens live elsewhere (they came in on the device) the buffer is 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ragged.convert import Int64Array
+from ragged.errors import RaggedTypeError
 from ragged.layout import RaggedLayout
+from ragged.rules import HasDtype, HasLength, HasNDim, IsContiguous, IsDense, OnDevice, Rule, apply
 
 ALIGNMENT = 16
 """In int64 elements: 128 bytes, one cache line of an NVIDIA GPU."""
@@ -89,3 +91,34 @@ def addresses(packed: torch.Tensor, layout: RaggedLayout, device_tokens: torch.T
     base, at = packed.data_ptr(), starts_of(layout)
     tokens = base + 8 * at.token_ids if device_tokens is None else device_tokens.data_ptr()
     return Starts(base, base + 8 * at[1], base + 8 * at[2], base + 8 * at[3], tokens)
+
+
+def check_parts(layout: Any, packed: Any, device_tokens: Any) -> None:
+    """Hold what a batch is made of against its layout: kernels follow it by address, with the layout's sizes.
+
+    Raises: RaggedTypeError, RaggedValueError.
+    """
+    if not isinstance(layout, RaggedLayout):
+        raise _not_a("RaggedLayout", layout, "layout")
+    in_packed = layout.num_tokens if device_tokens is None else 0
+    _check_buffer("packed", packed, starts_of(layout).token_ids + in_packed, "length of its layout")
+    if device_tokens is not None:
+        _check_buffer("device_tokens", device_tokens, layout.num_tokens, "num_tokens of its layout")
+        together = {"packed": packed, "device_tokens": device_tokens}
+        apply([OnDevice("device_tokens", "packed", lambda arrays: arrays["packed"].device)], together)
+
+
+def _check_buffer(name: str, tensor: Any, length: int, meaning: str) -> None:
+    """int64 ``[length]``, contiguous."""
+    if type(tensor) is torch.Tensor and tensor.dtype is torch.int64 and not tensor.is_nested:
+        if tensor.shape == (length,) and tensor.is_contiguous():
+            return
+    elif not isinstance(tensor, torch.Tensor):
+        raise _not_a("tensor", tensor, name)
+    rules: list[Rule] = [IsDense(name), HasNDim(name, 1), HasDtype(name)]
+    apply([*rules, HasLength(name, meaning, lambda _: length), IsContiguous(name)], {name: tensor})
+
+
+def _not_a(kind: str, value: Any, argument: str) -> RaggedTypeError:
+    got = type(value).__name__
+    return RaggedTypeError(f"{argument} must be a {kind}, got {got}", argument=argument, got=got)

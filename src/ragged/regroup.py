@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import attrs
+import numpy as np
 import torch
 
 from ragged import derived, rearrange
@@ -14,6 +15,8 @@ from ragged.layout import RaggedLayout
 from ragged.packing import starts_of, views, write_header
 from ragged.staging import StagingRing
 from ragged.tokens import TokenCounts
+
+NOTHING: Int64Array = np.empty(0, dtype=np.int64)
 
 
 @attrs.frozen
@@ -44,10 +47,10 @@ class Source:
 def select(source: Source, indices: Int64Array) -> Made:
     """The requests at ``indices`` int64 ``[n]``, in that order."""
     layout, device = rearrange.select(source.layout, indices), source.token_ids.device
-    header = _send_header(layout, device)
+    sent = _send_header(layout, device, source.layout.offsets[indices])
+    header, starts = sent.split_with_sizes([len(sent) - len(indices), len(indices)])
     offsets = views(header, layout).offsets
     owners = derived.req_ids(offsets, layout.num_tokens)
-    starts = torch.from_numpy(source.layout.offsets[indices]).to(device, non_blocking=True)
     flat = torch.arange(layout.num_tokens, dtype=torch.int64, device=device)
     tokens = source.token_ids[flat + (starts - offsets[:-1])[owners]]
     return Made(layout, torch.cat([header, tokens]), counts=source.counts_of_part)
@@ -89,10 +92,11 @@ def pad_to(source: Source, num_reqs: int) -> Made:
     return Made(layout, packed, counts=source.counts)
 
 
-def _send_header(layout: RaggedLayout, device: torch.device) -> torch.Tensor:
-    """The packed header alone."""
+def _send_header(layout: RaggedLayout, device: torch.device, column: Int64Array = NOTHING) -> torch.Tensor:
+    """The packed header, and behind it a column that is wanted on the device, in one copy."""
     ring = StagingRing(device, num_slots=1)
     size = starts_of(layout).token_ids
-    slot = ring.acquire(size)
+    slot = ring.acquire(size + len(column))
     write_header(slot.array[:size], layout)
-    return ring.send(slot, 0, size)
+    slot.array[size : size + len(column)] = column
+    return ring.send(slot, 0, size + len(column))

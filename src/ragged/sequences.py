@@ -42,7 +42,8 @@ class Sequences:
 def count(sequences: Any) -> int:
     """How many sequences there are; raises for what is no sequence of sequences."""
     if isinstance(sequences, np.ndarray | torch.Tensor):
-        apply([IsDense("sequences")], {"sequences": sequences})
+        if isinstance(sequences, torch.Tensor):
+            apply([IsDense("sequences")], {"sequences": sequences})
         if sequences.ndim == 0:
             raise RaggedValueError(
                 "sequences must be a sequence of sequences, got shape ()", argument="sequences", got=(), bound=2

@@ -32,7 +32,7 @@ def resolve_device(device: object) -> torch.device:
     """
     try:
         resolved = torch.device(device)  # type: ignore[call-overload]
-    except (RuntimeError, TypeError) as cause:
+    except (RuntimeError, TypeError, ValueError) as cause:
         raise RaggedTypeError(f"device must name a device, got {device!r}", argument="device", got=device) from cause
     if resolved.type == "cpu":
         return torch.device("cpu")
@@ -109,8 +109,7 @@ class StagingRing:
             # The tensor's storage holds the array, so the array's reference count tells when the last view is gone.
             return torch.from_numpy(slot.array)[start:stop]
         host = torch.from_numpy(slot.array) if slot.pinned is None else slot.pinned
-        target = torch.empty(stop - start, dtype=torch.int64, device=self.device)
-        target.copy_(host[start:stop], non_blocking=True)
+        target = host[start:stop].to(self.device, non_blocking=True)
         if slot.copied is None:
             slot.copied = torch.cuda.Event()
         slot.copied.record(current_stream(self.device))

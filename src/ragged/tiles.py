@@ -34,8 +34,10 @@ def list_tiles(lengths: Int64Array, max_len: int, num_tokens: int) -> Int64Array
     >>> len(tiles), tiles[-201:-198].tolist()
     (396, [[0, 195], [1, 0], [2, 0]])
     """
+    if max_len <= TILE or num_tokens > MOST_TOKENS:
+        return NO_TILES
     in_rectangle = len(lengths) * -(-max_len // TILE)
-    if max_len <= TILE or num_tokens > MOST_TOKENS or in_rectangle <= EVEN_ENOUGH * (num_tokens // TILE) + ONE_WAVE:
+    if in_rectangle <= EVEN_ENOUGH * (num_tokens // TILE) + ONE_WAVE:
         return NO_TILES
     counts = -(-lengths // TILE)
     num_tiles = int(counts.sum(dtype=np.int64))

@@ -6,8 +6,7 @@ import attrs
 import numpy as np
 
 from ragged.convert import Choice, Int64Array
-from ragged.errors import RaggedValueError, request_name
-from ragged.join import exceeds
+from ragged.errors import RaggedTypeError, RaggedValueError, request_name
 from ragged.rules import INT32_MAX, as_int
 
 PLACEHOLDER = -1
@@ -32,9 +31,6 @@ class TokenCounts:
         return TokenCounts(self.placeholders + other.placeholders, self.wide + other.wide)
 
 
-NO_COUNTS = TokenCounts()
-
-
 @attrs.frozen
 class TokenRules:
     """The caller's word on token ids.
@@ -53,6 +49,10 @@ class TokenRules:
     def __attrs_post_init__(self) -> None:
         if self.vocab_size is not None:
             object.__setattr__(self, "vocab_size", as_int(self.vocab_size, "vocab_size", least=1))
+        allow = self.allow_placeholders
+        if not isinstance(allow, bool | np.bool_):  # "false" out of a file of options would allow them
+            says, name = "allow_placeholders must be a bool", type(allow).__name__
+            raise RaggedTypeError(f"{says}, got {name} {allow!r}", argument="allow_placeholders", got=allow)
         bound = INT32_MAX if self.vocab_size is None else min(INT32_MAX, self.vocab_size - 1)
         object.__setattr__(self, "largest", bound)
 
@@ -64,13 +64,12 @@ class TokenRules:
         first_request: int = 0,
         req_ids: tuple[object, ...] | None = None,
     ) -> TokenCounts:
-        """Count what is allowed; raise RaggedValueError for what is not.
+        """Count what is allowed; raise RaggedValueError for what is not. Needed where any id is outside
+        ``[0, largest]`` only.
 
         ``token_ids`` are int64 ``[num_tokens]`` and ``offsets`` int64 ``[num_reqs + 1]``; requests are numbered
         from ``first_request``.
         """
-        if not exceeds(token_ids, self.largest):
-            return NO_COUNTS
         placeholder = token_ids == PLACEHOLDER
         wide = token_ids > INT32_MAX
         refused = (token_ids < 0) | (token_ids > self.largest)

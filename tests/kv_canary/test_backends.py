@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -72,6 +73,14 @@ def test_an_unknown_backend_is_refused_by_both_entries(refused: Any, backend: An
     with refused(RaggedValueError, text, argument="backend", got=backend):
         launch_scatter_req_token_ids_kernel(**columns, pool_out=pool, backend=backend)
     assert pool.tolist() == [[-7, -7]]
+
+
+def test_a_backend_that_compares_like_an_array_is_refused_too() -> None:
+    batch = RaggedBatch.from_sequences([[1]], req_pool_indices=[0])
+    names: Any = np.array(["auto", "torch"])
+    with pytest.raises(RaggedValueError, match=r"^backend must be one of auto, triton, torch, got array\(") as caught:
+        scatter(batch, torch.zeros((1, 2), dtype=torch.int32), backend=names)
+    assert caught.value.argument == "backend"
 
 
 @pytest.mark.gpu

@@ -208,6 +208,19 @@ def test_a_pool_inside_the_batchs_own_memory_is_refused() -> None:
     assert torch.equal(batch.packed, before)
 
 
+def test_a_pool_inside_tokens_that_came_in_on_the_device_is_refused() -> None:
+    # They are a buffer of their own; made by hand here, so that it needs no device.
+    batch = _batch()
+    header, token_ids = batch.packed[:-3], torch.tensor([10, 11, 20] + [0] * 20)
+    batch = RaggedBatch(batch.layout, header, token_ids[:3])
+    scatter(batch, token_ids[3:].view(torch.int32)[:20].view(4, 5))  # beside them
+    assert token_ids[:3].tolist() == [10, 11, 20]
+    with pytest.raises(RaggedValueError) as caught:
+        scatter(batch, token_ids.view(torch.int32)[:20].view(4, 5))
+    assert str(caught.value) == SAYS + "token_ids shares memory with pool_out"
+    assert token_ids[:3].tolist() == [10, 11, 20]
+
+
 def test_what_was_accepted_is_forgotten_before_it_grows_without_end() -> None:
     for columns in range(5, 5 + guards.ACCEPTED_KEPT + 3):
         pool = _pool(4, columns)

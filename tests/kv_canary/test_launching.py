@@ -1,19 +1,21 @@
 """Kept launches: a variant's second launch skips Triton's own path, and only where that is the same launch."""
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from kv_canary import GuardReport, launch_scatter_req_token_ids_kernel, scatter, warmup
-from ragged import RaggedBatch, RaggedError
+from ragged import RaggedBatch, RaggedError, RaggedLayout
+from ragged.packing import starts_of
 
 pytest.importorskip("triton")
 
-from kv_canary import launching
+from kv_canary import launching, triton_backend
 
 
 class FakeKernel:
@@ -329,6 +331,27 @@ def test_after_warmup_no_size_or_alignment_makes_a_new_variant(fresh: None) -> N
             _by_launcher(lengths, report)
             _by_launcher(lengths, report, 1)
     assert (len(launching._ready), variants()) == (kept, compiled)
+
+
+# Issue 3, cases 14 and 58.
+def test_ten_thousand_batches_of_random_sizes_take_at_most_twelve_variants(monkeypatch: pytest.MonkeyPatch) -> None:
+    variants: set[Hashable] = set()
+
+    def launched(kernel: Any, *arguments: Any, variant: Hashable = None) -> None:
+        variants.add((kernel.fn.__name__, arguments[-1], variant))
+
+    monkeypatch.setattr(triton_backend.launching, "launch", launched)
+    random = np.random.default_rng(0)
+    pool = torch.empty(1, 1, dtype=torch.int32)
+    for _ in range(10_000):
+        num_reqs = int(2 ** random.uniform(0, 8))
+        longest = 2 ** random.uniform(0, 14, size=num_reqs if random.random() < 0.5 else 1)
+        lengths = random.integers(0, longest + 1, size=num_reqs)
+        layout = RaggedLayout(lengths=lengths, req_pool_indices=np.arange(num_reqs))
+        batch = RaggedBatch(layout, torch.empty(starts_of(layout).token_ids + layout.num_tokens, dtype=torch.int64))
+        report = torch.empty(1) if random.random() < 0.5 else None
+        triton_backend.scatter_batch(batch, pool, report, 1)
+    assert len(variants) == 12  # all six tiles, with and without a report; a number of its own for no size
 
 
 # Case 59: one error that names the folder and the variable, and no other backend.

@@ -297,6 +297,28 @@ def test_a_device_that_is_none_is_refused_by_name(refused: Any, device: Any) -> 
         GuardReport.allocate(device)
 
 
+@pytest.mark.parametrize(
+    ("table", "got"),
+    [
+        (torch.zeros(5, 5), "torch.float32 (5, 5)"),
+        (torch.zeros(5, 5, dtype=torch.int32), "torch.int32 (5, 5)"),
+        (torch.zeros(4, 5, dtype=torch.int64), "torch.int64 (4, 5)"),
+        (torch.zeros(25, dtype=torch.int64), "torch.int64 (25,)"),
+        (torch.zeros(5, 5, dtype=torch.int64).t(), "strides (1, 5)"),
+        (torch.zeros(1, 5, dtype=torch.int64).expand(5, 5), "strides (0, 1)"),
+        (torch.zeros(5, 5, dtype=torch.int64).to_sparse(), "Tensor"),
+        ([[0] * 5] * 5, "list"),
+        (None, "NoneType"),
+    ],
+    ids=["float32", "int32", "one_kind_short", "flat", "transposed", "expanded", "sparse", "a_list", "none"],
+)
+def test_a_table_that_a_kernel_would_leave_is_refused(refused: Any, table: Any, got: str) -> None:
+    # Kernels write to it by address: a smaller one would be left.
+    text = f"table must be a contiguous int64 tensor of shape (5, 5), got {got}"
+    with refused(RaggedTypeError, text, argument="table", got=got, bound=(5, 5)):
+        GuardReport(table)
+
+
 def _slow(milliseconds: int) -> None:
     """Keep the device busy for about so long (at 2 GHz), so that the host runs ahead."""
     torch.cuda._sleep(2_000_000 * milliseconds)

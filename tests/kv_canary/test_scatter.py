@@ -107,6 +107,21 @@ def test_one_long_request_among_short_ones(target: Any, oracle: Any, longest: in
     _assert_scattered(target, oracle, [1, 0, 2, longest, 3, 0, 1])
 
 
+# Case 25: what a chunked prefill is for.
+@pytest.mark.parametrize("max_tokens", [1, 3, 6, 100])
+def test_the_pieces_of_a_split_write_what_the_whole_batch_writes(target: Any, max_tokens: int) -> None:
+    sequences = [[10, 11, 12, 13], [], [20, 21, 22, 23, 24], [30, 31, 32, 33, 34, 35]]
+    batch = target.batch(sequences, [1, 2, 4, 3], prefix_lens=[2, 0, 0, 1])
+    whole, pieces = target.framed(5, 8), target.framed(5, 8)
+    target.scatter(batch, whole.pool)
+    with target.tiles():
+        parts = batch.split(max_tokens)
+    for part in parts:
+        target.scatter(part, pieces.pool)
+    assert whole.rows()[1] == [-7, -7, 10, 11, 12, 13, -7, -7]
+    assert torch.equal(pieces.whole, whole.whole)
+
+
 # Case 8: alone, and after a call that wrote.
 @pytest.mark.parametrize("after_another", [False, True])
 @pytest.mark.parametrize(

@@ -13,7 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import Model, Request, cuts, kinds, models
 
-from ragged import RaggedBatch, RaggedBatchBuilder, RaggedError, RaggedOverflowError, RaggedTypeError, StagingRing
+from ragged import (
+    RaggedBatch,
+    RaggedBatchBuilder,
+    RaggedError,
+    RaggedOverflowError,
+    RaggedTypeError,
+    StagingRing,
+    assembly,
+)
 from ragged import RaggedValueError as ValueRefusal
 
 INT64_MAX = 2**63 - 1
@@ -287,6 +295,52 @@ def test_a_group_that_is_refused_as_a_whole_leaves_nothing_behind(
     with pytest.raises(RaggedError):
         builder.extend([*second.rows, 99], spoiled)
     agrees(builder.build(), first)
+
+
+FAILS: dict[str, tuple[Any, str, type[Exception], list[str]]] = {
+    "no_memory_for_a_larger_slot": (StagingRing, "grow", MemoryError, ["add", "extend"]),
+    "no_memory_while_joining": (assembly, "join", MemoryError, ["add", "extend"]),
+    "no_memory_for_a_layout": (assembly, "RaggedLayout", MemoryError, ["extend", "build"]),
+    "no_memory_on_the_device": (StagingRing, "send", RuntimeError, ["build"]),
+}
+"""What the machine, not the input, may be short of: where, what it raises, and the steps that need it."""
+
+MANY = list(range(500))  # much more than a new slot holds
+
+STEPS: dict[str, Any] = {
+    "add": lambda b: b.add(9, MANY, prefix_len=2),
+    "extend": lambda b: b.extend([9, 8], [MANY, []], prefix_lens=[2, 0]),
+    "build": lambda b: b.build(),
+}
+
+
+@pytest.mark.parametrize(
+    ("step", "where", "name", "error"),
+    [
+        pytest.param(step, where, name, error, id=f"{step}_{reason}")
+        for reason, (where, name, error, steps) in FAILS.items()
+        for step in steps
+    ],
+)
+def test_a_step_that_the_machine_cannot_do_can_be_done_again(
+    contents: Any, monkeypatch: pytest.MonkeyPatch, step: str, where: Any, name: str, error: Any
+) -> None:
+    builder, twin = RaggedBatchBuilder(), RaggedBatchBuilder()
+    for each in (builder, twin):
+        each.add(4, [7, 8], req_id="a")
+        each.extend([6, 0], [[9], []], prefix_lens=[3, 0])
+        each.add(7, [5])
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise error("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(where, name, fail)
+        with pytest.raises(error, match=r"^out of memory$"):
+            STEPS[step](builder)
+    assert len(builder) == len(twin) == 4
+    batches = [STEPS[step](each) or each.build() for each in (builder, twin)]
+    assert contents(batches[0]) == contents(batches[1])
 
 
 def test_a_row_that_was_refused_is_free_again() -> None:
@@ -619,6 +673,8 @@ def test_a_step_waits_for_nothing_and_copies_once(no_sync: Any, how: str) -> Non
 @pytest.mark.gpu
 def test_copies_run_on_the_current_stream(busy: Any) -> None:
     builder, stream = RaggedBatchBuilder(device="cuda"), torch.cuda.Stream()
+    builder.add(1, [0])
+    builder.build().token_ids.sum()  # what is loaded at first use waits for the device
     busy()  # the default stream; nothing of ours waits for it
     with torch.cuda.stream(stream):
         builder.add(1, [5, 6])
@@ -643,6 +699,7 @@ def test_batches_built_on_one_stream_are_read_on_another(busy: Any) -> None:
         with torch.cuda.stream(consumer):
             built.wait(consumer)
             copy_there = batch.token_ids.clone()
+        consumer.synchronize()
         assert copy_there.tolist() == [number] * 100
 
 

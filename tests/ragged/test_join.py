@@ -1,7 +1,9 @@
 """Joining parts: several threads do what one does."""
 
 import array
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 
 import ragged.join
 from ragged import RaggedBatch, RaggedBatchBuilder
-from ragged.join import exceeds, join
+from ragged.join import join
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +23,7 @@ def threaded() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ragged.join, "THREADS", 3)
         patch.setattr(ragged.join, "LARGE", 3)
+        patch.setattr(ragged.join, "PIECE", 4)
         yield
     ragged.join._threads().shutdown()
     ragged.join._threads.cache_clear()
@@ -33,13 +36,18 @@ def test_threads_join_every_part_at_its_place(threaded: None, lengths: list[int]
     parts = [flat[sum(lengths[:i]) : sum(lengths[: i + 1])] for i in range(len(lengths))]
     framed = np.full(total + 2, -7, dtype=np.int64)
     if parts:
-        join(parts, framed[1:-1])
+        assert join(parts, framed[1:-1]) == max(total - 1, 0)
         assert framed.tolist() == [-7, *range(total), -7]
 
 
-@given(st.lists(st.integers(-3, 6) | st.sampled_from([2**31, 2**63 - 1, -(2**63)]), max_size=9), st.integers(0, 6))
-def test_threads_find_what_one_pass_finds(threaded: None, tokens: list[int], largest: int) -> None:
-    assert exceeds(np.array(tokens, dtype=np.int64), largest) == any(t < 0 or t > largest for t in tokens)
+@given(st.lists(st.sampled_from([0, 1, 2**31, 2**63 - 1, -1, -(2**63)]), max_size=15), st.integers(1, 6))
+def test_the_largest_is_found_and_a_negative_number_is_larger_than_any(
+    threaded: None, tokens: list[int], length: int
+) -> None:
+    parts = [np.array(tokens[at : at + length], dtype=np.int64) for at in range(0, len(tokens), length)]
+    largest = max((token % 2**64 for token in tokens), default=0)
+    if parts:
+        assert join(parts, np.empty(len(tokens), dtype=np.int64)) == largest
 
 
 def test_threads_work_in_inference_mode_too(threaded: None) -> None:
@@ -61,3 +69,20 @@ def test_threads_take_read_only_parts_and_let_go_of_the_callers(threaded: None) 
     for part in growing:
         part.append(7)
     assert builder.build().token_ids.tolist() == 4 * [*range(20_000)] + [*range(5), 6, *range(5)]
+
+
+def test_a_join_that_fails_is_over_when_it_raises(threaded: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed, write = threading.Event(), ragged.join._write
+
+    def slow_or_failing(parts: list[Any], out: Any) -> int:
+        if out[0] == -1:  # the first piece
+            failed.set()
+            raise MemoryError
+        failed.wait()
+        return write(parts, out)
+
+    monkeypatch.setattr(ragged.join, "_write", slow_or_failing)
+    out = np.arange(-1, 11, dtype=np.int64)
+    with pytest.raises(MemoryError):
+        join([np.full(4, 50 + number, dtype=np.int64) for number in range(3)], out)
+    assert out[4:].tolist() == [51] * 4 + [52] * 4

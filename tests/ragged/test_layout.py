@@ -471,6 +471,23 @@ def test_a_layout_has_a_hash_whatever_its_ids_are() -> None:
     assert layout == same
 
 
+def test_ids_that_cannot_be_compared_make_no_comparison_raise() -> None:
+    # Case 69: numpy and torch answer `==` with an array.
+    ids = [np.array([1, 2])]
+    layout, same, other = layout_of([1], req_ids=ids), layout_of([1], req_ids=ids), layout_of([1], req_ids=[ids[0] + 0])
+    assert layout == same
+    assert layout != other
+    assert layout in [None, other, same]
+    assert hash(layout) == hash(other)
+
+
+@pytest.mark.parametrize("bounds", [None, (8, 16), {"pool_shape": (8, 16)}], ids=repr)
+def test_bounds_are_bounds(refused: Any, bounds: Any) -> None:
+    got = type(bounds).__name__
+    with refused(RaggedTypeError, f"bounds must be a Bounds, got {got}", argument="bounds", got=got):
+        RaggedLayout(lengths=[1], req_pool_indices=[0], bounds=bounds)
+
+
 # Held against a pool later.
 
 

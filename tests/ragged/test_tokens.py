@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragged import RaggedError, RaggedTypeError, RaggedValueError
-from ragged.tokens import NO_COUNTS, PLACEHOLDER, TokenCounts, TokenRules
+from ragged.tokens import PLACEHOLDER, TokenCounts, TokenRules
 
 INT32_MAX = 2**31 - 1
 WIDE = 1_000_000 + 2**61  # case 49: SGLang's multimodal sentinels
@@ -114,9 +114,16 @@ def test_a_vocabulary_size_may_be_numpys() -> None:
     assert TokenRules(vocab_size=np.int64(5)) == TokenRules(vocab_size=5)
 
 
+@pytest.mark.parametrize("allow", ["false", 1, None], ids=repr)
+def test_whether_placeholders_are_allowed_is_a_bool(refused: Any, allow: Any) -> None:
+    text = f"allow_placeholders must be a bool, got {type(allow).__name__} {allow!r}"
+    with refused(RaggedTypeError, text, argument="allow_placeholders", got=allow):
+        TokenRules(allow_placeholders=allow)
+    assert TokenRules(allow_placeholders=np.bool_(True)).allow_placeholders
+
+
 def test_counts_add_up() -> None:
     assert TokenCounts(1, 2) + TokenCounts(3, 4) == TokenCounts(4, 6)
-    assert TokenCounts(0, 0) == NO_COUNTS
 
 
 def allowed(token: int, vocab_size: int | None, placeholders: bool, opaque: bool) -> bool:
