@@ -11,14 +11,14 @@ import numpy as np
 import torch
 
 from kv_canary import backends, kinds
-from kv_canary.findings import Health, Known, Owners, StampViolation, read_stamp
+from kv_canary.findings import Health, Known, OnViolation, Owners, StampViolation, read_stamp
 from kv_canary.guards import POOL
 from kv_canary.intake import Intake, period_of, refuse_continuing
 from kv_canary.pool import TokenPool
 from kv_canary.stamping import Checks, KVSource, Memory, Pooled, check_sources
 from kv_canary.violations import NAMED, CanaryViolation, LogFormat, ViolationLog
 from ragged import Mode, RaggedBatch, RaggedTypeError, RaggedValueError
-from ragged.convert import Choice, Converter
+from ragged.convert import Converter
 from ragged.errors import refuses
 from ragged.rules import HasOwnRows, OnDevice, apply, as_int
 from ragged.staging import resolve_device
@@ -28,13 +28,6 @@ WHOLE = 1 << 62
 """A window that no request is longer than."""
 
 logger = logging.getLogger(__name__)
-
-
-class OnViolation(Choice):
-    """What ``KVCanary.step`` does with what was found: a log line each, or an error."""
-
-    LOG = "log"
-    RAISE = "raise"
 
 
 class KVCanary:
@@ -103,7 +96,7 @@ class KVCanary:
             ring_capacity: violations that are kept until they are read; all are counted.
             mode: ``"log"`` or ``"raise"``, for ``step``.
             pool: a TokenPool that stamps are held against, too.
-            max_age: ``step`` warns where a position has gone unverified for more steps; see ``coverage``.
+            max_age: ``health`` warns where a position has gone unverified for more steps; see ``coverage``.
             backend: ``"auto"``, ``"triton"`` or ``"torch"``.
         """
         shape = (as_int(num_slots, "num_slots", least=1), kinds.STAMP_FIELDS)
@@ -236,10 +229,9 @@ class KVCanary:
         if not isinstance(slots, torch.Tensor):
             slots = torch.from_numpy(np.array(slots, dtype=np.int64).reshape(-1, 3)).to(self.device)
         self._intake.check(slots, HasOwnRows("slots"), "int64", ndim=2)
-        if slots.shape[1] != 3:
-            raise RaggedValueError(
-                f"{POOL}slots must have 3 columns, got {slots.shape[1]}", argument="slots", got=slots.shape[1], bound=3
-            )
+        if (columns := slots.shape[1]) != 3:
+            says = f"{POOL}slots must have 3 columns, got {columns}"
+            raise RaggedValueError(says, argument="slots", got=columns, bound=3)
         if slots.shape[0]:
             launch = self.log.begin(Known(tag, None), slots.shape[0])
             self._run.sweep(slots.contiguous(), sources, self._memory, launch)
@@ -258,9 +250,10 @@ class KVCanary:
             self._memory.state[kinds.STATE_STEP].fill_(self.step_number)
         new = self.log.poll()
         if new and self._mode is OnViolation.RAISE:
-            named = "; ".join(map(str, new[:NAMED]))
-            more = f"; {self.log.found - NAMED} more" if self.log.found > NAMED else ""
-            raise CanaryViolation(f"kv-canary: {self.log.found} violations: {named}{more}", tuple(new))
+            named, more = "; ".join(map(str, new[:NAMED])), self.log.found - NAMED
+            raise CanaryViolation(
+                f"kv-canary: {self.log.found} violations: {named}{f'; {more} more' if more > 0 else ''}", tuple(new)
+            )
         for violation in new:
             logger.warning("kv-canary: %s", violation)
         return new
@@ -282,10 +275,9 @@ class KVCanary:
 
     def health(self) -> Health:
         """Whether the canary is alive: a canary that checks nothing is always clean. Syncs."""
-        counts = self.counts()
-        since = {name: counts[name] - self._seen[name] for name in counts}
+        counts, before, coverage = self.counts(), self._seen, self.coverage()
+        since = {name: counts[name] - before[name] for name in counts}
         self._seen = counts
-        coverage = self.coverage()
         found = int(self._memory.log[0, kinds.FOUND_COUNT])
         problems = []
         if not counts["written"]:

@@ -8,7 +8,15 @@ from typing import NamedTuple
 import attrs
 
 from kv_canary import kinds
+from ragged.convert import Choice
 from ragged.errors import request_name
+
+
+class OnViolation(Choice):
+    """What ``KVCanary.step`` does with what was found: a log line each, or an error."""
+
+    LOG = "log"
+    RAISE = "raise"
 
 
 class Known(NamedTuple):
