@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 from kv_canary import cli, pool
 from kv_canary.replay import run
 from kv_canary.replay.inject import KINDS
+from kv_canary.selftest import PERTURBATIONS, Trial
 
 SRC = Path(__file__).resolve().parents[2] / "src"
 SMALL = ["--requests", "20", "--max-running", "8", "--prefill-budget", "2048"]
@@ -239,3 +240,34 @@ def test_help_says_what_the_exit_codes_mean() -> None:
     result = invoke("--help")
     assert result.exit_code == 0
     assert "Exit code 0: all is right. 1:" in result.stdout
+
+
+# ---- the canary -------------------------------------------------------------------------
+
+
+def test_the_table_says_what_the_canary_compared() -> None:
+    result = invoke(*SMALL, "--canary")
+    assert result.exit_code == 0, result.output
+    assert "slots stamped; compared" in " ".join(result.stdout.split())
+
+
+def test_a_perturbed_slot_ends_with_exit_code_1_and_a_line() -> None:
+    result = invoke(*SMALL, "--perturb", "kv-bytes")
+    assert result.exit_code == 1
+    assert "kv-canary: 1 violations: kv at request" in result.stderr
+
+
+def test_the_doctor_breaks_a_canary_in_every_way_and_is_satisfied() -> None:
+    result = CliRunner().invoke(cli.main, ["doctor"])
+    assert result.exit_code == 0, result.output
+    assert [line.split()[:2] for line in result.stdout.splitlines() if " ok " in line] == [
+        [name, "ok"] for name in ("clean", *PERTURBATIONS)
+    ]
+
+
+def test_a_blind_canary_fails_the_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
+    blind = [Trial("clean", 0, (), "", True), Trial("kv-bytes", 0, (), "", False)]
+    monkeypatch.setattr(cli, "selftest", lambda device: blind)
+    result = CliRunner().invoke(cli.main, ["doctor"])
+    assert result.exit_code == 1
+    assert "FAILED" in result.stdout

@@ -163,7 +163,7 @@ class _Replay:
                 watch.verify(live, budget=None)
         except CanaryViolation as violation:
             self._found(number, str(violation))
-        if watch.done and not self._findings and number - watch.done_at > watch.overdue:
+        if watch.overdue(number) and not self._findings:
             self._found(number, watch.not_seen())
 
     def _next_check(self, number: int) -> int:

@@ -53,6 +53,7 @@ class Watch:
         self.num_pages = np.zeros(max_reqs, dtype=np.int64)
         self.period = 1
         self.perturb, self.done, self.done_at = settings.perturb, "", 0
+        self.taken_early: int | None = None  # a page that was freed too early, until somebody has it
         self.rng = np.random.default_rng(settings.seed)
         self._from_step = int(self.rng.integers(num_steps // 4, num_steps // 2 + 1))
         self._builder = RaggedBatchBuilder(device=device, pool_shape=(max_reqs, max_context_len))
@@ -63,7 +64,7 @@ class Watch:
 
         Raises: CanaryViolation.
         """
-        self._allocate(step)
+        self._allocate(number, step)
         slots = self._slots(step)
         pieces, positions = step.flat()
         device = self.kv.device
@@ -98,14 +99,14 @@ class Watch:
         """Give back the pages of finished requests."""
         for row in rows.tolist():
             pages = self.pages[row, : self.num_pages[row]].tolist()
-            self.free_pages += pages
+            top = len(self.free_pages) - (self.taken_early is not None)  # that page stays the next to be taken
+            self.free_pages[top:top] = pages
             self._owned(pages, None)
             self.num_pages[row] = 0
 
-    @property
-    def overdue(self) -> int:
-        """Steps after which a perturbation must have been seen: each position has had its turn, and one to arrive."""
-        return self.period + 2
+    def overdue(self, number: int) -> bool:
+        """Whether a perturbation must have been seen: each position has had its turn, and one to arrive."""
+        return bool(self.done) and self.taken_early is None and number - self.done_at > self.period + 2
 
     def not_seen(self) -> str:
         """The line for a run in which nothing was found."""
@@ -118,12 +119,14 @@ class Watch:
         perturbed = f"step {self.done_at}: {self.done}" if self.done else None
         return Watched(self.canary.counts(), self.period, perturbed)
 
-    def _allocate(self, step: Segments) -> None:
+    def _allocate(self, number: int, step: Segments) -> None:
         needed = -(-(step.starts + step.lengths) // self.page_size)
         for i in np.flatnonzero(needed > self.num_pages[step.rows]).tolist():
             row, first, last = int(step.rows[i]), int(self.num_pages[step.rows[i]]), int(needed[i])
             pages = [self.free_pages.pop() for _ in range(last - first)]
             self.pages[row, first:last] = pages
+            if self.taken_early in pages:
+                self.taken_early, self.done_at = None, number
             self._owned(pages, int(step.requests[i]))
             self.num_pages[row] = last
 
@@ -168,6 +171,7 @@ def _early_free(watch: Watch, victims: Victims) -> str:
     row, request, _ = victims[0]
     page = int(watch.pages[row, 0])
     watch.free_pages.append(page)
+    watch.taken_early = page
     return f"page {page} of request id {request} was freed too early"
 
 

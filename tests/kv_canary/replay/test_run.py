@@ -308,6 +308,9 @@ def test_the_json_has_the_promised_keys_and_all_settings() -> None:
         "seed": 0,
         "verify_every": 5,
         "inject": None,
+        "canary": False,
+        "perturb": None,
+        "page_size": 16,
     }
 
 
