@@ -1,4 +1,4 @@
-"""The README's code runs as printed, and does what the text around it says."""
+"""The code of the README and of the pages in docs runs as printed, and does what the text around it says."""
 
 import re
 from pathlib import Path
@@ -11,6 +11,13 @@ README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```", README, re.S | re.M)
 
 
+PAGES = {
+    f"{page.name}-{number}": block
+    for page in sorted((ROOT / "docs").glob("*.md"))
+    for number, block in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.S | re.M))
+}
+
+
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     # The same result on every machine; the GPU has its own tests.
@@ -20,6 +27,11 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.splitlines()[1])
 def test_every_python_block_runs(block: str) -> None:
     exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+
+
+@pytest.mark.parametrize("block", PAGES.values(), ids=PAGES)
+def test_every_python_block_of_the_pages_runs(block: str) -> None:
+    exec(compile(block, "docs", "exec"), {"__name__": "docs"})
 
 
 def test_the_first_block_writes_what_the_text_below_it_says() -> None:
