@@ -45,6 +45,8 @@ ROOMS = {
     "ragged.assembly": _room(8, "attrs", "numpy", "torch"),
     "ragged.batch": _room(9, "attrs", "torch"),
     "ragged.builder": _room(10),
+    "ragged.attention": _room(10, "attrs", "numpy", "torch"),
+    "ragged.distributed": _room(10, "numpy", "torch"),
     "kv_canary.kinds": _room(0),
     "kv_canary.kernels": _room(0, "triton"),
     "kv_canary.reference": _room(1, "ragged", "torch"),
@@ -72,6 +74,7 @@ ROOMS = {
     "kv_canary.selftest": _room(6, "attrs", "ragged", "torch"),
     "kv_canary.warmup": _room(5, "ragged", "torch"),
     "kv_canary.replay": _room(6, "attrs", "matplotlib", "numpy", "ragged", "torch"),
+    "kv_canary.printing": _room(7, "click", "rich"),
     "kv_canary.cli": _room(7, "click", "rich", "torch"),
     "kv_canary.__main__": _room(7),
 }

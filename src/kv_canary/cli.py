@@ -13,6 +13,7 @@ import torch
 
 from kv_canary.replay.inject import KINDS
 from kv_canary.replay.plot import plot
+from kv_canary.replay.ranks import replay_ranks
 from kv_canary.replay.result import ReplayResult, ReplaySettings
 from kv_canary.replay.run import replay
 from kv_canary.replay.scheduler import Scheduler
@@ -24,7 +25,8 @@ try:
     import click
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-    from rich.table import Table
+
+    from kv_canary.printing import print_ranks, print_replay, print_trials
 except ModuleNotFoundError as missing:
     sys.stderr.write(
         f"kv-canary: the command line needs {(missing.name or '').partition('.')[0]}, which is not installed; "
@@ -159,11 +161,13 @@ def _checked_plot(context: click.Context, option: click.Parameter, path: Path | 
     type=click.Choice(list(PERTURBATIONS)),
     help="Break a KV slot on purpose, to see that the canary finds it (exit 1).",
 )
+@click.option("--ranks", type=POSITIVE, help="Broadcast each step's batch to N processes, and compare their pools.")
 def replay_command(
     trace: Path | None,
     requests: int | None,
     json_path: Path | None,
     plot_path: Path | None,
+    ranks: int | None,
     **settings: str | int | bool | None,
 ) -> None:
     """Replay a serving trace through a small scheduler, and check every token in the pool.
@@ -183,6 +187,13 @@ def replay_command(
             source = read_trace(trace, limit=requests)
         except TraceError as error:
             raise _BadCall(str(error)) from None
+    if ranks is not None:
+        try:
+            result_of_ranks = replay_ranks(source, chosen, ranks)
+        except ValueError as error:
+            raise _BadCall(str(error)) from None
+        print_ranks(source.name, result_of_ranks)
+        sys.exit(0 if result_of_ranks.agrees else FOUND)
     with _progress(len(source)) as on_step:
         try:
             result = replay(source, chosen, on_step=on_step)
@@ -192,7 +203,7 @@ def replay_command(
         _write_json(json_path, result)
     if plot_path is not None:
         _write_plot(plot_path, result)
-    _print_table(result)
+    print_replay(result)
     for finding in result.findings:
         click.echo(finding, err=True)
     if result.violations > len(result.findings):
@@ -211,12 +222,7 @@ def replay_command(
 def doctor_command(device: str) -> None:
     """Run the canary's self-test. Exit code 0: it sees everything. 1: it does not."""
     trials = selftest(device)
-    table = Table(box=None, pad_edge=False)
-    for heading in ("perturbation", "", "found", "first"):
-        table.add_column(heading)
-    for trial in trials:
-        table.add_row(trial.name, "ok" if trial.passed else "FAILED", str(trial.found), trial.first)
-    Console(markup=False).print(table)
+    print_trials(trials)
     if not all(trial.passed for trial in trials):
         sys.exit(FOUND)
 
@@ -250,35 +256,3 @@ def _write_plot(path: Path, result: ReplayResult) -> None:
         plot(result, path)
     except (OSError, ValueError) as error:
         raise _BadCall(f"{path}: cannot be drawn: {error}") from None
-
-
-def _print_table(result: ReplayResult) -> None:
-    reasons = ", ".join(f"{count:,} {why}" for why, count in result.refused_reasons.items() if count)
-    refused = f"{result.requests_refused:,}" + (f" ({reasons})" if reasons else "")
-    verdict = "clean" if result.tokens_verified else "NOTHING WAS COMPARED"
-    if result.findings:
-        verdict = f"FAILED, {result.violations:,} violations"
-    means = result.per_step()
-    rows = {
-        "trace": f"{result.trace}, {result.requests:,} requests",
-        "steps": f"{result.steps:,} in {result.seconds:.1f} s",
-        "requests finished": f"{result.requests_finished:,}",
-        "requests refused": refused,
-        "tokens sent": f"{result.tokens_scattered:,}; a step {means['tokens']:,.0f}, "
-        f"a full re-scatter {means['rescatter_tokens']:,.0f}",
-        "bytes copied": f"{result.bytes_copied:,}; a step {means['bytes']:,.0f}, "
-        f"a full re-scatter {means['rescatter_bytes']:,.0f}",
-        "host us a step": f"p50 {result.host_us_at(50):,.0f}, p99 {result.host_us_at(99):,.0f} (sync)",
-        "verification": (
-            f"{verdict}; {result.tokens_verified:,} tokens of {result.requests_verified:,} requests compared"
-        ),
-    }
-    if (canary := result.canary) is not None:
-        compared = ", ".join(f"{canary.counts[name]:,} {name}" for name in ("position", "chain", "token", "kv"))
-        rows["canary"] = (
-            f"{canary.counts['written']:,} slots stamped; compared {compared}; all in {canary.period} steps"
-        )
-    table = Table(box=None, show_header=False, pad_edge=False)
-    for name, value in rows.items():
-        table.add_row(name, value)
-    Console(markup=False).print(table)  # a file name may look like markup

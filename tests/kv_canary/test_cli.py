@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 from kv_canary import cli, pool
 from kv_canary.replay import run
 from kv_canary.replay.inject import KINDS
+from kv_canary.replay.ranks import RanksResult
 from kv_canary.selftest import PERTURBATIONS, Trial
 
 SRC = Path(__file__).resolve().parents[2] / "src"
@@ -271,3 +272,21 @@ def test_a_blind_canary_fails_the_doctor(monkeypatch: pytest.MonkeyPatch) -> Non
     result = CliRunner().invoke(cli.main, ["doctor"])
     assert result.exit_code == 1
     assert "FAILED" in result.stdout
+
+
+# ---- several ranks ----------------------------------------------------------------------
+
+
+def test_ranks_replay_the_same_pool() -> None:
+    done = process("replay", *SMALL, "--ranks", "2")
+    assert done.returncode == 0, done.stderr
+    assert "broadcast to 2 ranks; all pools are the same" in done.stdout
+
+
+def test_pools_that_differ_end_with_exit_code_1_and_their_digests(monkeypatch: pytest.MonkeyPatch) -> None:
+    differing = RanksResult(steps=1, requests_finished=1, tokens_scattered=1, bytes_broadcast=8, digests=("aa", "bb"))
+    monkeypatch.setattr(cli, "replay_ranks", lambda *_: differing)
+    result = invoke(*SMALL, "--ranks", 2)
+    assert result.exit_code == 1
+    assert "the pools DIFFER" in result.stdout
+    assert result.stderr == "rank 0: aa\nrank 1: bb\n"
