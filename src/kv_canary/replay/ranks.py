@@ -55,9 +55,7 @@ def replay_ranks(trace: Trace, settings: ReplaySettings, num_ranks: int) -> Rank
     if on_gpu and torch.cuda.device_count() < num_ranks:
         raise ValueError(f"ranks must be at most the number of GPUs {torch.cuda.device_count()}, got {num_ranks}")
     with tempfile.TemporaryDirectory() as folder:
-        start_processes(  # type: ignore[no-untyped-call]
-            _run, args=(num_ranks, trace, settings, folder), nprocs=num_ranks, start_method="spawn"
-        )
+        start_processes(_run, args=(num_ranks, trace, settings, folder), nprocs=num_ranks, start_method="spawn")
         figures = json.loads(Path(folder, "result").read_text())
     return RanksResult(**figures | {"digests": tuple(figures["digests"])})
 
