@@ -74,6 +74,7 @@ ROOMS = {
     "kv_canary.selftest": _room(6, "attrs", "ragged", "torch"),
     "kv_canary.warmup": _room(5, "ragged", "torch"),
     "kv_canary.replay": _room(6, "attrs", "matplotlib", "numpy", "ragged", "torch"),
+    "kv_canary.ops": _room(4, "torch"),
     "kv_canary.integrations": _room(4, "ragged"),
     "kv_canary.printing": _room(7, "click", "rich"),
     "kv_canary.cli": _room(7, "click", "rich", "torch"),

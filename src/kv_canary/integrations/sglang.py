@@ -1,8 +1,6 @@
 """Our scatter in SGLang's place: its KV canary calls it under its own name, with its own arguments.
 
-from kv_canary.integrations import sglang
-sglang.install()      # after SGLang has been imported, or before: both are found
-sglang.uninstall()
+Use: ``sglang.install()``, before or after SGLang is imported; ``sglang.uninstall()``.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ def install() -> int:
     Raises: RaggedError where SGLang is not installed, or is a version whose launcher takes other arguments.
     """
     module = _find()
-    original = getattr(module, LAUNCHER)
+    original: Callable[..., Any] = getattr(module, LAUNCHER)
     if original is launch_scatter_req_token_ids_kernel:
         original = next(before for changed, before in _replaced if changed is module)
     _check(original, module.__name__)

@@ -1,7 +1,6 @@
 """A vLLM scheduler's step as a batch: the per-request lists of its ``SchedulerOutput``.
 
-from kv_canary.integrations import vllm
-batch = vllm.build(builder, scheduler_output, rows=req_id_to_index, tokens_of=lambda req_id: requests[req_id].tokens)
+Use: ``batch = vllm.build(builder, scheduler_output, rows=req_id_to_index, tokens_of=tokens_by_req_id.__getitem__)``.
 """
 
 from __future__ import annotations
