@@ -22,8 +22,8 @@ def scatter_req_token_ids(
 ) -> None:
     """``launch_scatter_req_token_ids_kernel`` for code under ``torch.compile``: same arguments, checks and guards.
 
-    Host guards run when the compiled code runs. ``report`` counts as always; it cannot tell launches apart, for the host
-    does not see each one.
+    Host guards run when the compiled code runs. ``report`` counts as always; it cannot tell launches apart, for the
+    host does not see each one.
     """
     table = None if report is None else report.table
     torch.ops.kv_canary.scatter_req_token_ids(flat_in, offsets, req_pool_indices, prefix_lens, pool_out, table)
