@@ -31,7 +31,7 @@ def test_every_python_block_runs(block: str) -> None:
 
 @pytest.mark.parametrize("block", PAGES.values(), ids=PAGES)
 def test_every_python_block_of_the_pages_runs(block: str) -> None:
-    exec(compile(block, "docs", "exec"), {"__name__": "docs"})
+    exec(compile(block, "<docs>", "exec"), {"__name__": "docs"})
 
 
 def test_the_first_block_writes_what_the_text_below_it_says() -> None:
