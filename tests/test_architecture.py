@@ -37,6 +37,7 @@ ROOMS = {
     "ragged.sequences": _room(3, "attrs", "numpy", "torch"),
     "ragged.bounds": _room(3, "attrs"),
     "ragged.tiles": _room(3, "numpy"),
+    "ragged.options": _room(4, "torch"),
     "ragged.layout": _room(4, "attrs", "numpy"),
     "ragged.rearrange": _room(5, "numpy"),
     "ragged.packing": _room(5, "torch"),

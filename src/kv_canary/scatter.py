@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 
 from kv_canary import backends
@@ -9,6 +11,7 @@ from kv_canary.guards import SCATTER, check_pool, check_scatter
 from kv_canary.report import GuardReport
 from ragged import Mode, RaggedBatch, RaggedTypeError, RaggedValueError
 from ragged.errors import refuses
+from ragged.packing import static_tokens
 from ragged.staging import current_stream
 
 
@@ -57,10 +60,30 @@ def scatter_checked(
     _check_report(report, pool)
     run = backends.resolve(backend, pool.device)
     asked = report is not None or valid_lens is not None  # of empty requests too
-    if layout.num_reqs and (asked or (layout.num_tokens and pool.numel())):
+    if layout.bounds.capacity is not None and layout.num_reqs:
+        _scatter_static(batch, pool, run, *_begin(report, pool, layout.num_tokens, layout.req_ids), valid_lens)
+    elif layout.num_reqs and (asked or (layout.num_tokens and pool.numel())):
         run.scatter_batch(batch, pool, *_begin(report, pool, layout.num_tokens, layout.req_ids), valid_lens)
         if pool.is_cuda:
             keep_until_read(batch)
+
+
+def _scatter_static(
+    batch: RaggedBatch,
+    pool: torch.Tensor,
+    run: ModuleType,
+    table: torch.Tensor | None,
+    number: int,
+    valid_lens: torch.Tensor | None,
+) -> None:
+    """A batch in buffers of fixed sizes: what is launched is the same whatever it holds, so that a CUDA graph of it can
+    be replayed with the next one; how many requests and tokens there are is read on the device.
+    """
+    flat_in = static_tokens(batch.packed, batch.layout)
+    columns = (batch.offsets, batch.req_pool_indices, batch.prefix_lens)
+    run.scatter(flat_in, *columns, pool, table, number)
+    if valid_lens is not None:
+        run.set_valid_lens(batch, pool.shape[1], valid_lens)
 
 
 @refuses

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from kv_canary import kinds
@@ -65,9 +67,15 @@ def scatter_batch(
     columns = (batch.offsets, batch.req_pool_indices, batch.prefix_lens)
     scatter(batch.token_ids, *columns, pool_out, report, launch)
     if valid_lens is not None:
-        good, rows = _followed(batch, pool_out.shape), batch.req_pool_indices
-        ends = (batch.prefix_lens + batch.offsets.diff()).clamp(max=pool_out.shape[1])
-        valid_lens.index_put_((rows[good],), ends[good])
+        set_valid_lens(batch, pool_out.shape[1], valid_lens)
+
+
+@torch.inference_mode()
+def set_valid_lens(batch: RaggedBatch, max_context_len: int, valid_lens: torch.Tensor) -> None:
+    """``valid_lens[row] = prefix_len + length``, at most ``max_context_len``, of every request that can be followed."""
+    good, rows = _followed(batch, (len(valid_lens), max_context_len)), batch.req_pool_indices
+    ends = (batch.prefix_lens + batch.offsets.diff()).clamp(max=max_context_len)
+    valid_lens.index_put_((rows[good],), ends[good])
 
 
 @torch.inference_mode()
@@ -111,7 +119,7 @@ def _good_offsets(batch: RaggedBatch) -> torch.Tensor:
     return (starts >= 0) & (ends >= starts) & (ends <= batch.num_tokens) & (~first | (starts == 0))
 
 
-def _followed(batch: RaggedBatch, pool_shape: torch.Size) -> torch.Tensor:
+def _followed(batch: RaggedBatch, pool_shape: Sequence[int]) -> torch.Tensor:
     """bool ``[num_reqs]``: requests whose offsets, row and prefix all lead inside."""
     rows, prefixes = batch.req_pool_indices, batch.prefix_lens
     inside = (rows >= 0) & (rows < pool_shape[0]) & (prefixes >= 0) & (prefixes <= pool_shape[1])

@@ -8,7 +8,7 @@ from kv_canary import launching
 from kv_canary.kernels import scatter as kernels
 from kv_canary.kernels import verify as verify_kernels
 from ragged import RaggedBatch, RaggedLayout
-from ragged.packing import addresses
+from ragged.packing import addresses, static_tokens
 from ragged.tiles import TILE
 
 FLAT = ((65_536, 256, 256), (1 << 62, 512, 64))
@@ -65,7 +65,7 @@ def scatter_batch(
 ) -> None:
     """See ``kv_canary.scatter``: the host knows the lengths, so tiles, and a list of them where lengths are uneven."""
     layout = batch.layout
-    programs, column_tiles, requests, columns = _grid(layout)
+    programs, column_tiles, requests, columns = _grid(layout, layout.max_len)
     max_reqs, max_context_len = pool_out.shape
     at, pool_address = addresses(batch.packed, layout, batch.device_tokens), pool_out.data_ptr()
     report_address = at.offsets if report is None else report.data_ptr()
@@ -101,7 +101,7 @@ def scatter_batch(
         (listed, report is not None, fused is not None, requests, columns),
     )
     if listed and valid_lens is not None:
-        _set_valid_lens(batch, pool_out.shape[1], valid_lens)
+        set_valid_lens(batch, pool_out.shape[1], valid_lens)
 
 
 def verify_batch(
@@ -109,7 +109,10 @@ def verify_batch(
 ) -> None:
     """See ``TokenPool.verify``: the scatter's tiles, then the requests."""
     layout = batch.layout
-    programs, column_tiles, requests, columns = _grid(layout)
+    # Not batch.token_ids: of a batch that is empty now it has no address, and a graph is replayed with the next.
+    token_ids = batch.token_ids if layout.bounds.capacity is None else static_tokens(batch.packed, layout)
+    num_tokens = token_ids.shape[0]
+    programs, column_tiles, requests, columns = _grid(layout, min(num_tokens, pool.shape[1]))
     max_reqs, max_context_len = pool.shape
     at = addresses(batch.packed, layout, batch.device_tokens)
     launching.launch(
@@ -117,7 +120,7 @@ def verify_batch(
         pool.device,
         programs + _cdiv(layout.num_reqs, REQUEST_BLOCK),
         lambda: (
-            batch.token_ids,
+            token_ids,
             batch.offsets,
             batch.req_pool_indices,
             batch.prefix_lens,
@@ -137,7 +140,7 @@ def verify_batch(
             at.tiles,
         ),
         (
-            layout.num_tokens,
+            num_tokens,
             layout.num_reqs,
             max_reqs,
             max_context_len,
@@ -151,9 +154,10 @@ def verify_batch(
     )
 
 
-def _set_valid_lens(batch: RaggedBatch, max_context_len: int, valid_lens: torch.Tensor) -> None:
+def set_valid_lens(batch: RaggedBatch, max_context_len: int, valid_lens: torch.Tensor) -> None:
     """``valid_lens[row] = prefix_len + length`` of every request of a batch, where its tiles cannot do it."""
     layout = batch.layout
+    num_tokens = static_tokens(batch.packed, layout).shape[0]
     at = addresses(batch.packed, layout, batch.device_tokens)
     launching.launch(
         verify_kernels.set_valid_lens,
@@ -161,15 +165,19 @@ def _set_valid_lens(batch: RaggedBatch, max_context_len: int, valid_lens: torch.
         _cdiv(layout.num_reqs, REQUEST_BLOCK),
         lambda: (batch.offsets, batch.req_pool_indices, batch.prefix_lens, valid_lens),
         (at.offsets, at.req_pool_indices, at.prefix_lens, valid_lens.data_ptr()),
-        (layout.num_tokens, layout.num_reqs, valid_lens.shape[0], max_context_len),
+        (num_tokens, layout.num_reqs, valid_lens.shape[0], max_context_len),
         (REQUEST_BLOCK,),
     )
 
 
-def _grid(layout: RaggedLayout) -> tuple[int, int, int, int]:
-    """Tile programs, how many of them lie side by side, and a tile's requests x columns."""
-    requests, columns = _tile(layout.max_len)
-    column_tiles = max(_cdiv(layout.max_len, columns), 1)
+def _grid(layout: RaggedLayout, max_static_len: int) -> tuple[int, int, int, int]:
+    """Tile programs, how many of them lie side by side, and a tile's requests x columns.
+
+    In buffers of fixed sizes a request may become ``max_static_len`` long by the time that a graph is replayed.
+    """
+    max_len = layout.max_len if layout.bounds.capacity is None else max_static_len
+    requests, columns = _tile(max_len)
+    column_tiles = max(_cdiv(max_len, columns), 1)
     return len(layout.tiles) or _cdiv(layout.num_reqs, requests) * column_tiles, column_tiles, requests, columns
 
 

@@ -1,7 +1,7 @@
 """Ragged batches that cannot be wrong: host truth and device tensors for one scheduler step."""
 
 from ragged.batch import RaggedBatch
-from ragged.bounds import Bounds, Overflow
+from ragged.bounds import Bounds, Capacity, Overflow
 from ragged.builder import RaggedBatchBuilder
 from ragged.convert import Coercion, Mode
 from ragged.errors import RaggedError, RaggedOverflowError, RaggedTypeError, RaggedValueError
@@ -11,6 +11,7 @@ from ragged.tokens import WideTokens
 
 __all__ = [
     "Bounds",
+    "Capacity",
     "Coercion",
     "Mode",
     "Overflow",

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypedDict
+from typing import Any
 
 import attrs
 import numpy as np
 import torch
 
 from ragged import rearrange
-from ragged.bounds import Bounds, Overflow, duplicate_row
+from ragged.bounds import Bounds, Capacity, Overflow, duplicate_row
 from ragged.convert import Coercion, Converter, Int64Array, Mode
 from ragged.errors import RaggedError, RaggedValueError
 from ragged.join import join
@@ -21,29 +21,6 @@ from ragged.rules import HasLength, apply, as_int
 from ragged.sequences import Sequences, count, mixed_devices, read_flat, read_part, read_sequences
 from ragged.staging import Slot, StagingRing
 from ragged.tokens import TokenCounts, TokenRules, WideTokens
-
-
-class BatchOptions(TypedDict, total=False):
-    """The keywords that every way of making a batch shares.
-
-    device: where the batch lives, ``"cpu"`` by default; its index is fixed at construction.
-    mode: ``"strict"`` (default) or ``"coerce"``.
-    vocab_size: token ids must be below it.
-    pool_shape: ``(max_reqs, max_context_len)`` that rows and columns are held against.
-    overflow: ``"raise"`` (default) or ``"truncate"`` where a segment ends beyond ``max_context_len``.
-    allow_placeholders: take token id -1.
-    wide_tokens: ``"refuse"`` (default) or ``"opaque"`` for ids above 2^31-1.
-    padding_row: a row that only empty requests may use.
-    """
-
-    device: torch.device | str
-    mode: Mode | str
-    vocab_size: int | None
-    pool_shape: tuple[int, int] | None
-    overflow: Overflow | str
-    allow_placeholders: bool
-    wide_tokens: WideTokens | str
-    padding_row: int | None
 
 
 @attrs.define
@@ -89,11 +66,17 @@ class Assembly:
         allow_placeholders: bool = False,
         wide_tokens: WideTokens | str = WideTokens.REFUSE,
         padding_row: int | None = None,
+        capacity: Capacity | None = None,
     ) -> None:
         self.mode = Mode(mode)
-        self.bounds = Bounds(pool_shape, overflow, padding_row)
+        self.bounds = Bounds(pool_shape, overflow, padding_row, capacity)
         self.token_rules = TokenRules(vocab_size, allow_placeholders, wide_tokens)
         self.ring = StagingRing(device)
+        self._static: torch.Tensor | None = None
+        if self.bounds.capacity is not None:
+            size = starts(self.bounds.capacity.max_reqs).token_ids + self.bounds.capacity.max_tokens
+            with torch.inference_mode(False):
+                self._static = torch.zeros(size, dtype=torch.int64, device=self.ring.device)
         self._slot: Slot | None = None
         self._reserve = starts(64).token_ids
         self._pending = _Pending()
@@ -127,6 +110,7 @@ class Assembly:
         read = [read_part(part, convert, self.ring.device, request, req_id) for part in parts]
         length = sum(part.shape[0] for part in read)
         self.bounds.check(request, row, length, prefix_len, req_id)
+        self.bounds.check_sizes(request + 1, self._num_tokens + sum(map(len, self._device_parts)) + length)
         if length and row in (taken := self._rows_taken()):
             first = taken[row]
             raise duplicate_row(row, first, request, self._flushed().req_id(first), req_id)
@@ -182,18 +166,19 @@ class Assembly:
 
     def finish(self) -> Made:
         """The parts of the batch; on success the assembly is empty again."""
-        layout = self._flushed()
+        layout, capacity = self._flushed(), self.bounds.capacity
+        if capacity is not None:
+            layout = rearrange.pad_to(layout, capacity.max_reqs)
         header = starts_of(layout).token_ids
         slot = self._room(header, 0)
         start = self._reserve - header
         write_header(slot.array[start : self._reserve], layout)
-        made = Made(
-            layout,
-            self.ring.send(slot, start, self._reserve + self._num_tokens),
-            _joined(self._device_parts),
-            None if self._device_parts else self._counts,
-            tuple(self._coercions),
-        )
+        packed = self.ring.send(slot, start, self._reserve + self._num_tokens, into=self._static)
+        tokens, counts = _joined(self._device_parts), None if self._device_parts else self._counts
+        if self._static is not None and tokens is not None:
+            self._static[header : header + len(tokens)].copy_(tokens)
+            packed, tokens = self._static[: header + len(tokens)], None
+        made = Made(layout, packed, tokens, counts, tuple(self._coercions))
         self._slot = None
         self._reset()
         return made

@@ -10,10 +10,11 @@ import attrs
 import torch
 
 from ragged import derived, interop, regroup
-from ragged.assembly import Assembly, BatchOptions
+from ragged.assembly import Assembly
 from ragged.convert import Coercion, Converter, Mode
 from ragged.errors import RaggedTypeError, refuses
 from ragged.layout import RaggedLayout, as_ids, lengths_of
+from ragged.options import BatchOptions
 from ragged.packing import Views, check_parts, views
 from ragged.rules import HasLength, apply
 from ragged.staging import resolve_device
@@ -64,7 +65,7 @@ class RaggedBatch:
     ) -> RaggedBatch:
         """From one token sequence a request: list, tuple, range, array.array, numpy array, buffer, DLPack, tensor.
 
-        ``options`` are ``ragged.assembly.BatchOptions``: device, mode, vocab_size, pool_shape and so on.
+        ``options`` are ``ragged.options.BatchOptions``: device, mode, vocab_size, pool_shape and so on.
         """
         assembly = Assembly(**options)
         assembly.extend(req_pool_indices, seqs, prefix_lens, req_ids)

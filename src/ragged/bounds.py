@@ -31,6 +31,34 @@ def _as_row(value: Any) -> int | None:
     return None if value is None else as_int(value, "padding_row", least=0)
 
 
+def _as_max_reqs(value: Any) -> int:
+    return as_int(value, "max_reqs", least=0)
+
+
+def _as_max_tokens(value: Any) -> int:
+    return as_int(value, "max_tokens", least=0)
+
+
+@attrs.frozen
+class Capacity:
+    """Sizes of the buffers that every batch of a builder is packed into, so that their addresses never change.
+
+    Args:
+        max_reqs: requests; those that a batch does not use are empty, and point to the padding row.
+        max_tokens: tokens of all requests together.
+    """
+
+    max_reqs: int = attrs.field(converter=_as_max_reqs)
+    max_tokens: int = attrs.field(converter=_as_max_tokens)
+
+
+def _as_capacity(value: Any) -> Capacity | None:
+    if value is None or isinstance(value, Capacity):
+        return value
+    got = type(value).__name__
+    raise RaggedTypeError(f"capacity must be a Capacity, got {got}", argument="capacity", got=got)
+
+
 @attrs.frozen
 class Bounds:
     """What a layout is held against.
@@ -39,11 +67,26 @@ class Bounds:
         pool_shape: ``(max_reqs, max_context_len)``, or None where the pool is not known yet.
         overflow: what a segment that ends beyond ``max_context_len`` means.
         padding_row: a row that only empty requests may use, any number of them; None where there is none.
+        capacity: sizes that a batch must fit, or None for batches that are as large as they are.
     """
 
     pool_shape: tuple[int, int] | None = attrs.field(default=None, converter=_as_shape)
     overflow: Overflow = attrs.field(default=Overflow.RAISE, converter=Overflow)
     padding_row: int | None = attrs.field(default=None, converter=_as_row)
+    capacity: Capacity | None = attrs.field(default=None, converter=_as_capacity)
+
+    def check_sizes(self, num_reqs: int, num_tokens: int) -> None:
+        """That a whole batch fits the capacity. Raises: RaggedValueError."""
+        if self.capacity is None:
+            return
+        limits = {
+            "num_reqs": (num_reqs, "max_reqs", self.capacity.max_reqs),
+            "num_tokens": (num_tokens, "max_tokens", self.capacity.max_tokens),
+        }
+        for argument, (got, name, bound) in limits.items():
+            if got > bound:
+                says = f"{argument} must not exceed the capacity's {name} {bound}, got {got}"
+                raise RaggedValueError(says, argument=argument, got=got, bound=bound)
 
     def check(self, request: int, row: int, length: int, prefix_len: int, req_id: object = None) -> None:
         """Every invariant of one request. The only place that words them.

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Unpack
 
-from ragged.assembly import Assembly, BatchOptions
+from ragged.assembly import Assembly
 from ragged.batch import RaggedBatch, batch_of
 from ragged.errors import refuses
+from ragged.options import BatchOptions
 
 
 class RaggedBatchBuilder:
@@ -25,8 +26,12 @@ class RaggedBatchBuilder:
     Copies run on the current stream of the device; ``build`` waits only where the copy of ``num_slots`` batches before
     is still in flight.
 
+    With a ``capacity`` every batch lies in the same device memory, padded with empty requests to ``max_reqs``, so that
+    a CUDA graph that was captured with one batch can be replayed with the next; the batch before is then overwritten,
+    in the order of the stream.
+
     Args: BatchOptions: ``device``, ``mode``, ``vocab_size``, ``pool_shape``, ``overflow``, ``allow_placeholders``,
-        ``wide_tokens``, ``padding_row``.
+        ``wide_tokens``, ``padding_row``, ``capacity``.
     """
 
     @refuses

@@ -13,7 +13,7 @@ from ragged.bounds import Bounds, Overflow, duplicate_row
 from ragged.convert import Converter, Int64Array, Mode, is_plain
 from ragged.errors import RaggedOverflowError, RaggedTypeError, RaggedValueError, refuses
 from ragged.rules import INT64_MAX, HasLength, apply
-from ragged.tiles import list_tiles
+from ragged.tiles import NO_TILES, list_tiles
 
 NONE = (0, -1, 0)
 """The largest length, row and prefix of no requests."""
@@ -95,7 +95,9 @@ class RaggedLayout:
         put(self, "max_row", max_row)
         put(self, "max_prefix_len", max_prefix_len)
         _check(self)
-        put(self, "tiles", list_tiles(self.lengths, max_len, self.num_tokens))
+        # Where buffers are of fixed sizes, kernels learn the lengths on the device.
+        fixed = self.bounds.capacity is not None
+        put(self, "tiles", NO_TILES if fixed else list_tiles(self.lengths, max_len, self.num_tokens))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (self.lengths, self.req_pool_indices, self.prefix_lens, self.req_ids, self.bounds)
@@ -237,6 +239,7 @@ def _check(layout: RaggedLayout) -> None:
         raise RaggedOverflowError(
             f"lengths must sum to at most {INT64_MAX}, got {total}", argument="lengths", got=total, bound=INT64_MAX
         )
+    bounds.check_sizes(num_reqs, layout.num_tokens)
     used = rows if np.count_nonzero(lengths) == num_reqs else rows[lengths > 0]
     is_unique, is_padding = _look_for(bounds.padding_row, used, layout.max_row)
     if is_padding:

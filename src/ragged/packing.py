@@ -93,6 +93,14 @@ def addresses(packed: torch.Tensor, layout: RaggedLayout, device_tokens: torch.T
     return Starts(base, base + 8 * at[1], base + 8 * at[2], base + 8 * at[3], tokens)
 
 
+def static_tokens(packed: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
+    """All token memory behind a header, whatever a batch uses of it: int64, at most the capacity's ``max_tokens``."""
+    first, capacity = starts_of(layout).token_ids, layout.bounds.capacity
+    room = packed.untyped_storage().nbytes() // packed.element_size() - int(packed.storage_offset()) - first
+    most = layout.num_tokens if capacity is None else min(capacity.max_tokens, room)
+    return packed.as_strided((most,), (1,), int(packed.storage_offset()) + first)
+
+
 def check_parts(layout: Any, packed: Any, device_tokens: Any) -> None:
     """Hold what a batch is made of against its layout: kernels follow it by address, with the layout's sizes.
 

@@ -103,13 +103,21 @@ class StagingRing:
         larger.array[: len(slot.array)] = slot.array
         slot.array, slot.pinned = larger.array, larger.pinned
 
-    def send(self, slot: Slot, start: int, stop: int) -> torch.Tensor:
-        """Elements ``[start, stop)`` of a slot as a tensor on the device, int64; one copy, no sync."""
+    def send(self, slot: Slot, start: int, stop: int, into: torch.Tensor | None = None) -> torch.Tensor:
+        """Elements ``[start, stop)`` of a slot as a tensor on the device, int64; one copy, no sync.
+
+        ``into``: memory on the device that takes them, instead of new one.
+        """
+        if self._on_host and into is not None:
+            return into[: stop - start].copy_(torch.from_numpy(slot.array[start:stop]))
         if self._on_host:
             # The tensor's storage holds the array, so the array's reference count tells when the last view is gone.
             return torch.from_numpy(slot.array)[start:stop]
         host = torch.from_numpy(slot.array) if slot.pinned is None else slot.pinned
-        target = host[start:stop].to(self.device, non_blocking=True)
+        if into is None:
+            target = host[start:stop].to(self.device, non_blocking=True)
+        else:
+            target = into[: stop - start].copy_(host[start:stop], non_blocking=True)
         if slot.copied is None:
             slot.copied = torch.cuda.Event()
         slot.copied.record(current_stream(self.device))

@@ -1,0 +1,153 @@
+"""Batches in buffers of fixed sizes: what was launched once serves every smaller content, as in a CUDA graph."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kv_canary import GuardReport, TokenPool, ViolationLog, scatter
+from ragged import Capacity, RaggedBatch, RaggedBatchBuilder
+from tests.strategies import Model, models
+
+CAPACITY = Capacity(max_reqs=9, max_tokens=80)
+MAX_REQS, MAX_LEN = 12, 20
+CONTENTS = st.lists(models(max_reqs=9, max_len=8, min_row=1, max_row=11, max_prefix_len=9), min_size=2, max_size=3)
+
+
+class Recorded:
+    """Launches as they were made, with the tensors and sizes of then: a CUDA graph for the interpreter."""
+
+    def __init__(self) -> None:
+        self.calls: list[Callable[[], object]] = []
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        from kv_canary import launching
+
+        def record(
+            kernel: Any, _: Any, programs: int, tensors: Any, __: Any, sizes: Any, constants: Any, **___: Any
+        ) -> None:
+            given = tensors()
+            self.calls.append(lambda: kernel[(programs,)](*given, *sizes, *constants))
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(launching, "launch", record)
+            yield
+
+    def replay(self) -> None:
+        for call in self.calls:
+            call()
+
+
+class Graph:
+    """The real thing."""
+
+    def __init__(self) -> None:
+        self.graph = torch.cuda.CUDAGraph()
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        torch.cuda.synchronize()
+        with torch.cuda.graph(self.graph):
+            yield
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+
+@pytest.fixture
+def graph(target: Any) -> Callable[[], Any]:
+    """Something that captures launches, and replays them."""
+    if target.backend != "triton":
+        pytest.skip("the torch backend reads sizes on the host; there is nothing to capture")
+    return Recorded if target.device == "cpu" else Graph
+
+
+def fill(builder: RaggedBatchBuilder, model: Model) -> RaggedBatch:
+    builder.extend(model.rows, model.sequences, prefix_lens=model.prefix_lens)
+    return builder.build()
+
+
+def plainly(model: Model, target: Any) -> torch.Tensor:
+    """The pool after an ordinary scatter of the same content."""
+    pool = torch.full((MAX_REQS, MAX_LEN), -7, dtype=torch.int32)
+    batch = RaggedBatch.from_sequences(model.sequences, req_pool_indices=model.rows, prefix_lens=model.prefix_lens)
+    scatter(batch, pool, backend="torch")
+    return pool
+
+
+@settings(max_examples=12)  # two or three contents each, and grids of the whole capacity
+@given(contents=CONTENTS)
+def test_it_scatters_like_any_other_batch(target: Any, contents: list[Model]) -> None:
+    builder = RaggedBatchBuilder(device=target.device, capacity=CAPACITY, padding_row=0)
+    for model in contents:
+        pool = torch.full((MAX_REQS, MAX_LEN), -7, dtype=torch.int32, device=target.device)
+        report = target.report()
+        target.scatter(fill(builder, model), pool, report)
+        assert torch.equal(pool.cpu(), plainly(model, target))
+        assert not any(report.counts().values())
+
+
+# Case 10, and issue 5.
+def test_a_captured_scatter_serves_every_content(target: Any, graph: Callable[[], Any]) -> None:
+    captured = graph()
+    builder = RaggedBatchBuilder(device=target.device, capacity=CAPACITY, padding_row=0)
+    pool = torch.full((MAX_REQS, MAX_LEN), -7, dtype=torch.int32, device=target.device)
+    report = GuardReport.allocate(target.device)
+    target.scatter(fill(builder, Model.of_lengths([2])), pool, report)  # compiled, and all buffers there
+    with captured.capture():
+        scatter(builder.build(), pool, report=report, backend=target.backend)  # of nothing: it does not matter
+    for lengths in ([8] * 9, [1], [], [0, 3, 0, 8], [1] * 9):
+        model = Model.of_lengths(lengths)
+        fill(builder, model)
+        pool.fill_(-7)
+        captured.replay()
+        assert torch.equal(pool.cpu(), plainly(model, target)), lengths
+    assert not any(report.counts().values())
+
+
+def test_a_captured_append_and_a_captured_verification_go_on_with_what_is_there(
+    target: Any, graph: Callable[[], Any]
+) -> None:
+    captured = graph()
+    pool = TokenPool.allocate(MAX_REQS, MAX_LEN, device=target.device, backend=target.backend)
+    log = ViolationLog.allocate(target.device)
+    builder = RaggedBatchBuilder(device=target.device, capacity=CAPACITY, padding_row=0)
+    batch = builder.build()
+    pool.append(batch)
+    pool.verify(batch, report=log)
+    with captured.capture():
+        pool.append(batch)
+        pool.verify(batch, report=log)
+    held: dict[int, int] = {}
+    for step in range(5):
+        rows = list(range(1, 4 + step))
+        starts = [held.get(row, 0) for row in rows]
+        builder.extend(rows, [[step * 10 + row] * (row % 3) for row in rows], prefix_lens=starts)
+        builder.build()
+        captured.replay()
+        held |= {row: start + row % 3 for row, start in zip(rows, starts, strict=True)}
+        assert pool.valid_lens.tolist() == [held.get(row, 0) for row in range(MAX_REQS)]
+        assert log.drain() == []
+
+
+def test_a_captured_verification_finds_what_is_wrong_when_it_is_replayed(target: Any, graph: Callable[[], Any]) -> None:
+    captured = graph()
+    pool = TokenPool.allocate(MAX_REQS, MAX_LEN, device=target.device, backend=target.backend)
+    log = ViolationLog.allocate(target.device)
+    builder = RaggedBatchBuilder(device=target.device, capacity=CAPACITY, padding_row=0)
+    pool.sync([(row, None, [10 * row + i for i in range(row)]) for row in range(1, 6)])
+    pool.verify(builder.build(), report=log)
+    with captured.capture():
+        pool.verify(builder.build(), report=log)
+    for row in (5, 3):
+        pool.tokens[row, 1] ^= 1
+        builder.extend(range(1, 6), [[10 * row + i for i in range(row)] for row in range(1, 6)])
+        builder.build()
+        captured.replay()
+        assert [(found.row, found.column) for found in log.drain()] == [(row, 1)]
+        pool.tokens[row, 1] ^= 1
