@@ -290,3 +290,9 @@ def test_pools_that_differ_end_with_exit_code_1_and_their_digests(monkeypatch: p
     assert result.exit_code == 1
     assert "the pools DIFFER" in result.stdout
     assert result.stderr == "rank 0: aa\nrank 1: bb\n"
+
+
+def test_ranks_go_with_nothing_that_they_would_not_do(tmp_path: Path) -> None:
+    result = invoke(*SMALL, "--ranks", 2, "--inject", "flip", "--json", tmp_path / "r.json")
+    assert result.exit_code == 2
+    assert result.stderr == "Error: --ranks does not go with --inject, --json\n"
