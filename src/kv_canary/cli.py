@@ -188,8 +188,13 @@ def replay_command(
         except TraceError as error:
             raise _BadCall(str(error)) from None
     if ranks is not None:
-        alone = {"inject": chosen.inject, "canary": chosen.canary, "perturb": chosen.perturb}
-        alone |= {"json": json_path, "plot": plot_path}
+        alone = {
+            "inject": chosen.inject,
+            "canary": chosen.canary,
+            "perturb": chosen.perturb,
+            "json": json_path,
+            "plot": plot_path,
+        }
         if given := [f"--{name}" for name, value in alone.items() if value]:
             raise _BadCall(f"--ranks does not go with {', '.join(given)}")
         try:
