@@ -13,7 +13,6 @@ from kv_canary.scatter import keep_until_read
 from kv_canary.violations import Violation, ViolationLog
 from ragged import RaggedBatch, RaggedLayout, RaggedTypeError
 from ragged.errors import refuses
-from ragged.packing import starts_of
 from ragged.rules import OnDevice, apply
 
 
@@ -92,6 +91,6 @@ def verify_tokens(
     with torch.inference_mode():
         expected = pool_b[where.token_ids, where.positions].to(torch.int64)
     # Whatever a table holds is compared: its cells are no tokens that somebody hands in, and are not checked as such.
-    batch = RaggedBatch(where.layout, where.packed[: starts_of(where.layout).token_ids], expected)
+    batch = RaggedBatch(where.layout, where.packed[: len(where.layout.header)], expected)
     everything = torch.full((pool_a.shape[0],), pool_a.shape[1], dtype=torch.int64, device=device)
     return verify_batch(batch, pool_a, everything, exact=False, report=report, backend=backend)

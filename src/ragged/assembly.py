@@ -13,9 +13,10 @@ from ragged import rearrange
 from ragged.bounds import Bounds, Capacity, Overflow, duplicate_row
 from ragged.convert import Coercion, Converter, Int64Array, Mode
 from ragged.errors import RaggedError, RaggedValueError
+from ragged.header import starts
 from ragged.join import join
-from ragged.layout import RaggedLayout, as_ids
-from ragged.packing import starts, starts_of, write_header
+from ragged.layout import RaggedLayout
+from ragged.options import as_ids
 from ragged.regroup import Made
 from ragged.rules import HasLength, apply, as_int
 from ragged.sequences import Sequences, count, mixed_devices, read_flat, read_part, read_sequences
@@ -82,6 +83,7 @@ class Assembly:
         self._pending = _Pending()
         nothing = np.empty(0, dtype=np.int64)
         self._nothing = RaggedLayout(lengths=nothing, req_pool_indices=nothing, bounds=self.bounds)
+        self._last = self._nothing  # of the batch before
         self._reset()
 
     def _reset(self) -> None:
@@ -169,17 +171,17 @@ class Assembly:
         layout, capacity = self._flushed(), self.bounds.capacity
         if capacity is not None:
             layout = rearrange.pad_to(layout, capacity.max_reqs)
-        header = starts_of(layout).token_ids
+        header = len(layout.header)
         slot = self._room(header, 0)
         start = self._reserve - header
-        write_header(slot.array[start : self._reserve], layout)
+        slot.array[start : self._reserve] = layout.header
         packed = self.ring.send(slot, start, self._reserve + self._num_tokens, into=self._static)
         tokens, counts = _joined(self._device_parts), None if self._device_parts else self._counts
         if self._static is not None and tokens is not None:
             self._static[header : header + len(tokens)].copy_(tokens)
             packed, tokens = self._static[: header + len(tokens)], None
         made = Made(layout, packed, tokens, counts, tuple(self._coercions))
-        self._slot = None
+        self._slot, self._last = None, layout
         self._reset()
         return made
 
@@ -208,9 +210,12 @@ class Assembly:
             if old.req_ids is not None or req_ids is not None:
                 new = len(lengths) - first
                 req_ids = (old.req_ids or (None,) * first) + (req_ids or (None,) * new)
-        layout = RaggedLayout(
-            lengths=lengths, req_pool_indices=rows, prefix_lens=prefix_lens, req_ids=req_ids, bounds=self.bounds
-        )
+        if self._last.has(lengths, rows):
+            layout = self._last.moved(prefix_lens, req_ids)
+        else:
+            layout = RaggedLayout(
+                lengths=lengths, req_pool_indices=rows, prefix_lens=prefix_lens, req_ids=req_ids, bounds=self.bounds
+            )
         offsets = layout.offsets[first:] - layout.offsets[first] if first else layout.offsets
         self._take_tokens(read, offsets, None if layout.req_ids is None else layout.req_ids[first:])
         self._layout, self._taken = layout, None

@@ -12,9 +12,10 @@ import torch
 from ragged import derived, interop, regroup
 from ragged.assembly import Assembly
 from ragged.convert import Coercion, Converter, Mode
+from ragged.csr import lengths_of
 from ragged.errors import RaggedTypeError, refuses
-from ragged.layout import RaggedLayout, as_ids, lengths_of
-from ragged.options import BatchOptions
+from ragged.layout import RaggedLayout
+from ragged.options import BatchOptions, as_ids
 from ragged.packing import Views, check_parts, views
 from ragged.rules import HasLength, apply
 from ragged.staging import resolve_device

@@ -17,8 +17,9 @@ from ragged.batch import RaggedBatch
 from ragged.bounds import Bounds, Overflow
 from ragged.convert import Converter, Mode
 from ragged.errors import RaggedError, RaggedTypeError, RaggedValueError, refuses
+from ragged.header import starts
 from ragged.layout import RaggedLayout
-from ragged.packing import starts, views, write_header
+from ragged.packing import views
 from ragged.staging import resolve_device
 from ragged.tokens import TokenCounts, TokenRules, WideTokens
 
@@ -159,8 +160,7 @@ def _received(numbers: list[int], buffer: torch.Tensor) -> RaggedBatch:
         got_both = (layout.num_tokens, len(layout.tiles))
         says = f"offsets must end at {num_tokens} and make {num_tiles} tiles, got {got_both[0]} and {got_both[1]}"
         raise RaggedValueError(says, argument="offsets", got=got_both, bound=(num_tokens, num_tiles))
-    expected = np.empty_like(header)
-    write_header(expected, layout)
+    expected = layout.header
     if not np.array_equal(expected, header):
         where = int((expected != header).argmax())
         raise RaggedValueError(

@@ -11,26 +11,23 @@ import numpy as np
 
 from ragged.bounds import Bounds, Overflow, duplicate_row
 from ragged.convert import Converter, Int64Array, Mode, is_plain
-from ragged.errors import RaggedOverflowError, RaggedTypeError, RaggedValueError, refuses
+from ragged.csr import lengths_of
+from ragged.errors import RaggedOverflowError, RaggedTypeError, refuses
+from ragged.header import aligned, starts, with_tiles
+from ragged.options import as_ids
 from ragged.rules import INT64_MAX, HasLength, apply
 from ragged.tiles import NO_TILES, list_tiles
 
-NONE = (0, -1, 0)
-"""The largest length, row and prefix of no requests."""
+NONE = (-1, 0, 0)
+"""The largest row, prefix and length of no requests."""
+_UNMOVED = (
+    *("lengths", "req_pool_indices", "offsets", "tiles", "bounds"),
+    *("num_reqs", "num_tokens", "num_empty", "max_len", "max_row"),
+)
+"""What a layout shares with one whose requests start at other columns."""
 FEW_ROWS, SPARSE = 8192, 32
 """Below FEW_ROWS + SPARSE * num_reqs pool rows, duplicates are found by marking rows, beyond by sorting: of 256
 requests on 4,096 rows in 2.2 us, not 7.3, of 100,000 on 3,000,000 in 0.35 ms, not 1.1 (one core of an AMD EPYC)."""
-
-
-def as_ids(req_ids: Any) -> tuple[object, ...] | None:
-    """The caller's ids as a tuple of their own."""
-    if req_ids is None or isinstance(req_ids, tuple):
-        return req_ids
-    try:
-        return tuple(req_ids)
-    except TypeError:
-        name = type(req_ids).__name__
-        raise RaggedTypeError(f"req_ids must be a sequence of ids, got {name}", argument="req_ids", got=name) from None
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -53,7 +50,10 @@ class RaggedLayout:
     Attributes:
         offsets: int64 ``[num_reqs + 1]``, CSR.
         num_reqs, num_tokens: how many.
+        num_empty: requests without tokens.
         tiles: int64 ``[num_tiles, 2]``, the work list of unequal lengths, empty for even ones (see ``ragged.tiles``).
+        header: int64 ``[starts(num_reqs, num_tiles).token_ids]``, all of this as it is sent (see ``ragged.header``);
+            gaps are 0, so that equal layouts have equal bytes.
         max_len, max_row, max_prefix_len, max_end: the largest length, row, prefix and end column (row -1 for none).
 
     Raises: RaggedTypeError, RaggedValueError, RaggedOverflowError; each names the request, the value and the bound.
@@ -68,6 +68,8 @@ class RaggedLayout:
     num_reqs: int = attrs.field(init=False)
     num_tokens: int = attrs.field(init=False)
     tiles: Int64Array = attrs.field(init=False)
+    header: Int64Array = attrs.field(init=False, repr=False)
+    num_empty: int = attrs.field(init=False)
     max_len: int = attrs.field(init=False)
     max_row: int = attrs.field(init=False)
     max_prefix_len: int = attrs.field(init=False)
@@ -76,28 +78,68 @@ class RaggedLayout:
     def __attrs_post_init__(self) -> None:
         lengths, rows, prefix_lens = _columns(self)
         num_reqs = len(lengths)
-        table = np.empty((3, num_reqs), dtype=np.int64)
-        table[0], table[1], table[2] = lengths, rows, prefix_lens
-        offsets = np.zeros(num_reqs + 1, dtype=np.int64)
-        np.add.accumulate(lengths, out=offsets[1:])
-        # As uint64 a negative number is a huge one, so one reduction screens both ends of all three columns.
-        max_len, max_row, max_prefix_len = np.maximum.reduce(table.view(np.uint64), 1).tolist() if num_reqs else NONE
-        table.setflags(write=False)
-        offsets.setflags(write=False)
+        at, column = starts(num_reqs), aligned(num_reqs)
+        # The header, and behind it a column of lengths: one memory, so that one reduction screens all three columns.
+        memory = np.zeros(at.tiles + column, dtype=np.int64)
+        memory[at.tiles : at.tiles + num_reqs] = lengths
+        memory[at.req_pool_indices : at.req_pool_indices + num_reqs] = rows
+        memory[at.prefix_lens : at.prefix_lens + num_reqs] = prefix_lens
+        np.add.accumulate(lengths, out=memory[1 : num_reqs + 1])
+        memory.setflags(write=False)
+        table = memory[at.req_pool_indices :].reshape(3, column)
+        # As uint64 a negative number is a huge one, so both ends are screened.
+        max_row, max_prefix_len, max_len = np.maximum.reduce(table.view(np.uint64), 1).tolist() if num_reqs else NONE
         put = object.__setattr__
-        put(self, "lengths", table[0])
-        put(self, "req_pool_indices", table[1])
-        put(self, "prefix_lens", table[2])
-        put(self, "offsets", offsets)
+        put(self, "lengths", table[2, :num_reqs])
+        put(self, "req_pool_indices", table[0, :num_reqs])
+        put(self, "prefix_lens", table[1, :num_reqs])
+        put(self, "offsets", memory[: num_reqs + 1])
         put(self, "num_reqs", num_reqs)
-        put(self, "num_tokens", int(offsets[-1]))
+        put(self, "num_tokens", int(memory[num_reqs]))
+        put(self, "num_empty", num_reqs - np.count_nonzero(lengths))
         put(self, "max_len", max_len)
         put(self, "max_row", max_row)
         put(self, "max_prefix_len", max_prefix_len)
         _check(self)
         # Where buffers are of fixed sizes, kernels learn the lengths on the device.
         fixed = self.bounds.capacity is not None
-        put(self, "tiles", NO_TILES if fixed else list_tiles(self.lengths, max_len, self.num_tokens))
+        tiles = NO_TILES if fixed else list_tiles(self.lengths, max_len, self.num_tokens)
+        put(self, "tiles", tiles)
+        put(self, "header", with_tiles(memory[: at.tiles], tiles))
+
+    @refuses
+    def moved(self, prefix_lens: Int64Array, req_ids: tuple[object, ...] | None) -> RaggedLayout:
+        """The same rows and lengths at other columns: a decode step's layout from the one before.
+
+        Only what columns decide is checked again: 6 us instead of 25 for 256 requests (one core of an AMD EPYC).
+
+        Args:
+            prefix_lens: int64 ``[num_reqs]``, contiguous.
+            req_ids: of this step.
+        """
+        if len(prefix_lens) != self.num_reqs or (req_ids is not None and len(req_ids) != self.num_reqs):
+            return attrs.evolve(self, prefix_lens=prefix_lens, req_ids=req_ids)  # which refuses it
+        first = starts(self.num_reqs).prefix_lens
+        header = self.header.copy()
+        own = header[first : first + self.num_reqs]
+        own[:] = prefix_lens
+        header.setflags(write=False)
+        own.setflags(write=False)
+        moved = object.__new__(RaggedLayout)
+        put = object.__setattr__
+        for name in _UNMOVED:
+            put(moved, name, getattr(self, name))
+        put(moved, "header", header)
+        put(moved, "prefix_lens", own)
+        put(moved, "req_ids", req_ids)
+        put(moved, "max_prefix_len", int(np.maximum.reduce(own.view(np.uint64))) if self.num_reqs else 0)
+        _check_columns(moved)
+        return moved
+
+    def has(self, lengths: Int64Array, rows: Int64Array) -> bool:
+        """Whether these are its lengths and rows, int64 ``[num_reqs]`` each, contiguous."""
+        # As bytes: 0.4 us for 256 requests, np.array_equal takes 6.
+        return lengths.tobytes() == self.lengths.tobytes() and rows.tobytes() == self.req_pool_indices.tobytes()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (self.lengths, self.req_pool_indices, self.prefix_lens, self.req_ids, self.bounds)
@@ -151,34 +193,6 @@ class RaggedLayout:
         return None if self.req_ids is None else self.req_ids[request]
 
 
-def lengths_of(offsets: Int64Array) -> Int64Array:
-    """int64 ``[num_reqs]`` from CSR ``offsets``; raises RaggedValueError where they are not CSR offsets."""
-    if len(offsets) == 0:
-        raise RaggedValueError(
-            "offsets length 0 must be at least 1: zero requests have offsets [0]", argument="offsets", got=0, bound=1
-        )
-    if offsets[0] != 0:
-        raise RaggedValueError(
-            f"offsets must start at 0, got {offsets[0]} at request 0",
-            argument="offsets",
-            request=0,
-            got=int(offsets[0]),
-            bound=0,
-        )
-    decreases = offsets[1:] < offsets[:-1]
-    if decreases.any():
-        request = int(decreases.argmax())
-        start, end = int(offsets[request]), int(offsets[request + 1])
-        raise RaggedValueError(
-            f"offsets must not decrease, got {start} then {end} at request {request}",
-            argument="offsets",
-            request=request,
-            got=end,
-            bound=start,
-        )
-    return np.diff(offsets)
-
-
 def _same_ids(ids: tuple[object, ...] | None, others: tuple[object, ...] | None) -> bool:
     """Whether they are equal; ids that cannot say so, such as arrays, are the same where they are one object."""
     try:
@@ -221,31 +235,33 @@ def _columns(layout: RaggedLayout) -> tuple[Int64Array, Int64Array, Int64Array]:
 
 def _check(layout: RaggedLayout) -> None:
     """All invariants. The screens may only err towards a closer look; ``_name_culprit`` decides and words it."""
-    bounds, lengths, rows = layout.bounds, layout.lengths, layout.req_pool_indices
-    num_reqs = len(lengths)
+    bounds, lengths, rows, num_reqs = layout.bounds, layout.lengths, layout.req_pool_indices, layout.num_reqs
     if num_reqs == 0:
         return
-    max_reqs, max_context_len = bounds.pool_shape or (INT64_MAX, INT64_MAX)
-    if (
-        layout.max_len > INT64_MAX
-        or layout.max_row > min(max_reqs - 1, INT64_MAX)
-        or layout.max_prefix_len > INT64_MAX
-        or layout.reaches_beyond(INT64_MAX)
-        or not _fits(layout, max_context_len)
-    ):
+    max_reqs = INT64_MAX if bounds.pool_shape is None else bounds.pool_shape[0]
+    if layout.max_len > INT64_MAX or layout.max_row > min(max_reqs - 1, INT64_MAX):
         _name_culprit(layout, bounds)
+    _check_columns(layout)
     if layout.max_len > INT64_MAX // num_reqs and sum(lengths.tolist()) > INT64_MAX:
         total = sum(lengths.tolist())
         raise RaggedOverflowError(
             f"lengths must sum to at most {INT64_MAX}, got {total}", argument="lengths", got=total, bound=INT64_MAX
         )
     bounds.check_sizes(num_reqs, layout.num_tokens)
-    used = rows if np.count_nonzero(lengths) == num_reqs else rows[lengths > 0]
+    used = rows[lengths > 0] if layout.num_empty else rows
     is_unique, is_padding = _look_for(bounds.padding_row, used, layout.max_row)
     if is_padding:
         _name_culprit(layout, bounds)
     if not is_unique:
         _name_duplicate(layout)
+
+
+def _check_columns(layout: RaggedLayout) -> None:
+    """The invariants of where requests start and end."""
+    max_context_len = INT64_MAX if layout.bounds.pool_shape is None else layout.bounds.pool_shape[1]
+    beyond = layout.max_prefix_len > INT64_MAX or layout.reaches_beyond(INT64_MAX)
+    if beyond or not _fits(layout, max_context_len):
+        _name_culprit(layout, layout.bounds)
 
 
 def _look_for(padding_row: int | None, rows: Int64Array, max_row: int) -> tuple[bool, bool]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 
 from ragged.bounds import Capacity, Overflow
 from ragged.convert import Mode
+from ragged.errors import RaggedTypeError
 from ragged.tokens import WideTokens
 
 
@@ -35,3 +36,14 @@ class BatchOptions(TypedDict, total=False):
     wide_tokens: WideTokens | str
     padding_row: int | None
     capacity: Capacity | None
+
+
+def as_ids(req_ids: Any) -> tuple[object, ...] | None:
+    """The caller's ids as a tuple of their own."""
+    if req_ids is None or isinstance(req_ids, tuple):
+        return req_ids
+    try:
+        return tuple(req_ids)
+    except TypeError:
+        name = type(req_ids).__name__
+        raise RaggedTypeError(f"req_ids must be a sequence of ids, got {name}", argument="req_ids", got=name) from None

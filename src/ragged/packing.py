@@ -1,51 +1,18 @@
-"""The format of the packed buffer: ``offsets | req_pool_indices | prefix_lens | tiles | token_ids``, int64.
+"""The packed buffer of a batch on its device (the format is ``ragged.header``'s): slices, addresses, checks.
 
-Each part starts at a multiple of 128 bytes, so that kernels see one alignment. ``tiles`` is empty for batches of even
-lengths. Where tokens live elsewhere (they came in on the device) the buffer is the header: all but ``token_ids``.
+Where tokens live elsewhere (they came in on the device) the buffer is the header: all but ``token_ids``.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
 
-from ragged.convert import Int64Array
 from ragged.errors import RaggedTypeError
+from ragged.header import Starts, starts
 from ragged.layout import RaggedLayout
 from ragged.rules import HasDtype, HasLength, HasNDim, IsContiguous, IsDense, OnDevice, Rule, apply
-
-ALIGNMENT = 16
-"""In int64 elements: 128 bytes, one cache line of an NVIDIA GPU."""
-
-
-class Starts(NamedTuple):
-    """Where each part starts, in elements."""
-
-    offsets: int
-    req_pool_indices: int
-    prefix_lens: int
-    tiles: int
-    token_ids: int
-
-
-def aligned(num_elements: int) -> int:
-    """The next multiple of ALIGNMENT."""
-    return -(-num_elements // ALIGNMENT) * ALIGNMENT
-
-
-@functools.lru_cache(maxsize=1024)
-def starts(num_reqs: int, num_tiles: int = 0) -> Starts:
-    """The format itself. The last start is the header's size.
-
-    >>> starts(num_reqs=16)
-    Starts(offsets=0, req_pool_indices=32, prefix_lens=48, tiles=64, token_ids=64)
-    """
-    column = aligned(num_reqs)
-    first = aligned(num_reqs + 1)
-    tiles = first + 2 * column
-    return Starts(0, first, first + column, tiles, tiles + aligned(2 * num_tiles))
 
 
 def starts_of(layout: RaggedLayout) -> Starts:
@@ -75,17 +42,6 @@ def views(packed: torch.Tensor, layout: RaggedLayout) -> Views:
     )
 
 
-def write_header(header: Int64Array, layout: RaggedLayout) -> None:
-    """Fill a header, int64 ``[starts_of(layout).token_ids]``; the gaps become 0: equal batches are equal bytes."""
-    at, num_reqs = starts_of(layout), layout.num_reqs
-    header.fill(0)
-    header[: num_reqs + 1] = layout.offsets
-    header[at.req_pool_indices : at.req_pool_indices + num_reqs] = layout.req_pool_indices
-    header[at.prefix_lens : at.prefix_lens + num_reqs] = layout.prefix_lens
-    if len(layout.tiles):
-        header[at.tiles : at.tiles + 2 * len(layout.tiles)] = layout.tiles.reshape(-1)
-
-
 def addresses(packed: torch.Tensor, layout: RaggedLayout, device_tokens: torch.Tensor | None) -> Starts:
     """Where each part starts in the device's memory, in bytes: what a kernel launch takes instead of tensors."""
     base, at = packed.data_ptr(), starts_of(layout)
@@ -95,7 +51,7 @@ def addresses(packed: torch.Tensor, layout: RaggedLayout, device_tokens: torch.T
 
 def static_tokens(packed: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
     """All token memory behind a header, whatever a batch uses of it: int64, at most the capacity's ``max_tokens``."""
-    first, capacity = starts_of(layout).token_ids, layout.bounds.capacity
+    first, capacity = len(layout.header), layout.bounds.capacity
     room = packed.untyped_storage().nbytes() // packed.element_size() - int(packed.storage_offset()) - first
     most = layout.num_tokens if capacity is None else min(capacity.max_tokens, room)
     return packed.as_strided((most,), (1,), int(packed.storage_offset()) + first)
@@ -109,7 +65,7 @@ def check_parts(layout: Any, packed: Any, device_tokens: Any) -> None:
     if not isinstance(layout, RaggedLayout):
         raise _not_a("RaggedLayout", layout, "layout")
     in_packed = layout.num_tokens if device_tokens is None else 0
-    _check_buffer("packed", packed, starts_of(layout).token_ids + in_packed, "length of its layout")
+    _check_buffer("packed", packed, len(layout.header) + in_packed, "length of its layout")
     if device_tokens is not None:
         _check_buffer("device_tokens", device_tokens, layout.num_tokens, "num_tokens of its layout")
         together = {"packed": packed, "device_tokens": device_tokens}

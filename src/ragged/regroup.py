@@ -12,7 +12,7 @@ from ragged import derived, rearrange
 from ragged.convert import Coercion, Int64Array
 from ragged.errors import RaggedValueError
 from ragged.layout import RaggedLayout
-from ragged.packing import starts_of, views, write_header
+from ragged.packing import views
 from ragged.staging import StagingRing
 from ragged.tokens import TokenCounts
 
@@ -95,8 +95,8 @@ def pad_to(source: Source, num_reqs: int) -> Made:
 def _send_header(layout: RaggedLayout, device: torch.device, column: Int64Array = NOTHING) -> torch.Tensor:
     """The packed header, and behind it a column that is wanted on the device, in one copy."""
     ring = StagingRing(device, num_slots=1)
-    size = starts_of(layout).token_ids
+    size = len(layout.header)
     slot = ring.acquire(size + len(column))
-    write_header(slot.array[:size], layout)
+    slot.array[:size] = layout.header
     slot.array[size : size + len(column)] = column
     return ring.send(slot, 0, size + len(column))

@@ -11,7 +11,6 @@ import torch
 
 from kv_canary import GuardReport, launch_scatter_req_token_ids_kernel, scatter, warmup
 from ragged import RaggedBatch, RaggedError, RaggedLayout
-from ragged.packing import starts_of
 
 pytest.importorskip("triton")
 
@@ -348,7 +347,7 @@ def test_ten_thousand_batches_of_random_sizes_take_at_most_twelve_variants(monke
         longest = 2 ** random.uniform(0, 14, size=num_reqs if random.random() < 0.5 else 1)
         lengths = random.integers(0, longest + 1, size=num_reqs)
         layout = RaggedLayout(lengths=lengths, req_pool_indices=np.arange(num_reqs))
-        batch = RaggedBatch(layout, torch.empty(starts_of(layout).token_ids + layout.num_tokens, dtype=torch.int64))
+        batch = RaggedBatch(layout, torch.empty(len(layout.header) + layout.num_tokens, dtype=torch.int64))
         report = torch.empty(1) if random.random() < 0.5 else None
         triton_backend.scatter_batch(batch, pool, report, 1)
     assert len(variants) == 12  # all six tiles, with and without a report; a number of its own for no size

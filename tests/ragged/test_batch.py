@@ -23,7 +23,6 @@ from ragged import (
     RaggedTypeError,
     RaggedValueError,
 )
-from ragged.packing import starts_of
 
 INT32_MAX = 2**31 - 1
 WIDE = 2**40
@@ -297,7 +296,7 @@ def test_what_a_consumer_of_int32_cumulative_lengths_takes() -> None:
 def test_cumulative_lengths_beyond_int32_are_an_overflow_and_the_offsets_are_right(refused: Any) -> None:
     # Case 5: a meta tensor has the size of the tokens and none of their memory.
     layout = RaggedLayout(lengths=[INT32_MAX, 2], req_pool_indices=[1, 2])
-    packed = torch.empty(starts_of(layout).token_ids + layout.num_tokens, dtype=torch.int64, device="meta")
+    packed = torch.empty(len(layout.header) + layout.num_tokens, dtype=torch.int64, device="meta")
     batch = RaggedBatch(layout, packed)
     assert batch.layout.offsets.tolist() == [0, INT32_MAX, INT32_MAX + 2]
     with refused(
@@ -594,7 +593,7 @@ def test_a_buffer_that_is_not_what_its_layout_says_is_refused(make: Any, kind: A
 )
 def test_tokens_that_are_not_what_the_layout_says_are_refused(make: Any, kind: Any, text: str) -> None:
     batch = plain(2, 1)
-    header = batch.packed[: starts_of(batch.layout).token_ids]
+    header = batch.packed[: len(batch.layout.header)]
     with pytest.raises(kind) as caught:
         RaggedBatch(batch.layout, header, make(batch.token_ids))
     assert (type(caught.value), str(caught.value), caught.value.argument) == (kind, text, "device_tokens")
@@ -611,7 +610,7 @@ def test_a_batch_by_hand_of_sound_parts_is_a_batch(agrees: Any) -> None:
     model = Model([Request(4, [5, 6], 3), Request(1, []), Request(7, [7])])
     batch = batch_of(model)
     agrees(RaggedBatch(batch.layout, batch.packed), model)
-    header = batch.packed[: starts_of(batch.layout).token_ids]
+    header = batch.packed[: len(batch.layout.header)]
     agrees(RaggedBatch(batch.layout, header, batch.token_ids.clone()), model)
 
 

@@ -12,7 +12,7 @@ import torch.multiprocessing
 
 from ragged import RaggedBatch, RaggedError, RaggedTypeError, RaggedValueError
 from ragged.distributed import broadcast, split_by_rank
-from ragged.packing import starts
+from ragged.header import starts
 
 LONG = [3000, *[1] * 400]  # uneven: it has a list of tiles
 

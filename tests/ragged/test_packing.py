@@ -1,6 +1,5 @@
 """The packed buffer: where each part starts, and what lies between."""
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -8,7 +7,8 @@ from hypothesis import strategies as st
 from strategies import Model, models
 
 from ragged import RaggedBatch, RaggedLayout
-from ragged.packing import ALIGNMENT, addresses, aligned, starts, starts_of, views, write_header
+from ragged.header import ALIGNMENT, aligned, starts
+from ragged.packing import addresses, starts_of, views
 
 SIZES = [0, 1, 2, 14, 15, 16, 17, 31, 32, 33, 63, 64, 65, 511, 512, 513]
 SKEWED = [200_000, *([1, 0] * 100)]
@@ -44,7 +44,7 @@ def test_every_part_starts_aligned_and_behind_the_one_before(num_reqs: int, num_
 )
 def test_the_parts_are_views_of_the_buffer(lengths: list[int]) -> None:
     layout = layout_of(*lengths)
-    packed = torch.arange(starts_of(layout).token_ids + layout.num_tokens, dtype=torch.int64)
+    packed = torch.arange(len(layout.header) + layout.num_tokens, dtype=torch.int64)
     parts = views(packed, layout)
     num_reqs, num_tiles = layout.num_reqs, len(layout.tiles)
     shapes = [(num_reqs + 1,), (num_reqs,), (num_reqs,), (num_tiles, 2), (layout.num_tokens,)]
@@ -56,12 +56,11 @@ def test_the_parts_are_views_of_the_buffer(lengths: list[int]) -> None:
 @given(models())
 def test_a_header_is_written_whole_and_its_gaps_are_zero(model: Model) -> None:
     layout = RaggedLayout(lengths=model.lengths, req_pool_indices=model.rows, prefix_lens=model.prefix_lens)
-    header = np.full(starts_of(layout).token_ids, -7, dtype=np.int64)
-    write_header(header, layout)
-    expected = [0] * len(header)
+    expected = [0] * starts_of(layout).token_ids
     for start, values in zip(starts_of(layout), (model.offsets, model.rows, model.prefix_lens), strict=False):
         expected[start : start + len(values)] = values
-    assert header.tolist() == expected
+    assert layout.header.tolist() == expected
+    assert not layout.header.flags.writeable
 
 
 def test_a_skewed_batch_carries_its_work_list_and_still_its_own_tokens() -> None:

@@ -18,7 +18,7 @@ from kv_canary.replay.watch import Watch
 from kv_canary.report import GuardReport, GuardViolation
 from kv_canary.violations import CanaryViolation, ViolationLog
 from ragged import RaggedBatch, RaggedError
-from ragged.packing import starts
+from ragged.header import starts
 
 __all__ = ["replay"]
 
