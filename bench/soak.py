@@ -23,14 +23,14 @@ class World:
     """A pool, and what it must hold. Every method is one thing that a scheduler does.
 
     Attributes:
-        running: row -> id and tokens: the scheduler's own lists, which ``sync`` is given.
+        running: row -> row, id and tokens: the scheduler's own triples and lists, which ``sync`` is given.
         held: row -> tokens: what the pool must hold now.
     """
 
     def __init__(self, *, device: str = "cpu", backend: str = "auto", tail: int | None = TAIL) -> None:
         self.pool = TokenPool.allocate(MAX_REQS, MAX_CONTEXT_LEN, device=device, backend=backend, tail=tail)
         self.log = ViolationLog.allocate(device)
-        self.running: dict[int, tuple[str, list[int]]] = {}
+        self.running: dict[int, tuple[int, str, list[int]]] = {}
         self.held: dict[int, list[int]] = {}
         self._numbers = count(1)
         self._shortened: set[int] = set()  # rows whose tail is shorter than TAIL until the next sync
@@ -45,36 +45,44 @@ class World:
 
     def settled(self) -> list[int]:
         """Rows that hold exactly their request's tokens."""
-        return [row for row, (_, tokens) in self.running.items() if self.held.get(row, []) == tokens]
+        return [row for row, (_, _, tokens) in self.running.items() if self.held.get(row, []) == tokens]
 
     def admit(self, row: int, length: int) -> None:
         """A request takes a row, free or, after a preemption that nobody told the pool of, another's."""
-        self.running[row] = (f"r{next(self._numbers)}", self.fresh(length))
+        self.running[row] = (row, f"r{next(self._numbers)}", self.fresh(length))
 
     def grow(self, row: int, length: int) -> None:
-        tokens = self.running[row][1]
+        tokens = self.running[row][2]
         tokens += self.fresh(min(length, MAX_CONTEXT_LEN - len(tokens)))
 
     def cut(self, row: int, length: int) -> None:
         """The scheduler shortens a request, and tells nobody."""
-        del self.running[row][1][length:]
+        del self.running[row][2][length:]
 
     def rewrite(self, row: int, back: int) -> None:
         """The scheduler changes one of the last ``TAIL`` tokens that the pool holds, and tells nobody."""
-        tokens, held = self.running[row][1], len(self.held.get(row, []))
+        tokens, held = self.running[row][2], len(self.held.get(row, []))
         if row not in self._shortened and 0 <= held - back < len(tokens):
             [tokens[held - back]] = self.fresh(1)
 
+    def decode(self) -> int:
+        """A token more for everybody who has room; their triples are the old ones, or others that hold the same."""
+        for row, (_, req_id, tokens) in list(self.running.items()):
+            self.grow(row, 1)
+            if next(self._numbers) % 3 == 0:
+                self.running[row] = (row, req_id, tokens)
+        return self.sync()
+
     def sync(self) -> int:
-        sent = self.pool.sync([(row, req_id, tokens) for row, (req_id, tokens) in self.running.items()])
+        sent = self.pool.sync(list(self.running.values()))
         known = {row: self.held.get(row, []) for row in self.running}
         fewest = sum(
             len(tokens) - (len(known[row]) if known[row] == tokens[: len(known[row])] else 0)
-            for row, (_, tokens) in self.running.items()
+            for row, (_, _, tokens) in self.running.items()
             if tokens != known[row][: len(tokens)]
         )
         self._shortened -= set(self.running)
-        self.held |= {row: list(tokens) for row, (_, tokens) in self.running.items()}
+        self.held |= {row: list(tokens) for row, (_, _, tokens) in self.running.items()}
         if sent.num_tokens < fewest:
             raise Difference(f"sync says it sent {sent.num_tokens} tokens, {fewest} were new")
         return sent.num_tokens
@@ -83,7 +91,7 @@ class World:
         """A settled row is rolled back."""
         self.pool.truncate([row], [length])
         self._shortened.add(row)
-        del self.running[row][1][length:]
+        del self.running[row][2][length:]
         del self.held[row][length:]
 
     def release(self, row: int) -> None:
@@ -96,18 +104,18 @@ class World:
         self.pool.fork(source, target, length)
         self._shortened.add(target)
         self.held[target] = self.held[source][:length]
-        self.running[target] = (f"r{next(self._numbers)}", list(self.held[target]))
+        self.running[target] = (target, f"r{next(self._numbers)}", list(self.held[target]))
 
     def write(self, row: int, length: int) -> None:
         self.admit(row, length)
-        self.pool.write(self._batch(row, self.running[row][1], 0))
-        self.held[row] = list(self.running[row][1])
+        self.pool.write(self._batch(row, self.running[row][2], 0))
+        self.held[row] = list(self.running[row][2])
 
     def append(self, row: int, length: int) -> None:
         """A settled row is extended by a batch."""
         before = len(self.held[row])
         self.grow(row, length)
-        tokens = self.running[row][1]
+        tokens = self.running[row][2]
         self.pool.append(self._batch(row, tokens[before:], before))
         self.held[row] = list(tokens)
 
@@ -137,6 +145,7 @@ def moves(world: World, rng: Random) -> Iterator[tuple[float, Callable[[], objec
     free, running, settled = world.free(), list(world.running), world.settled()
     length = rng.choice([0, 1, 1, 1, 2, rng.randrange(MAX_CONTEXT_LEN + 1)])
     yield 8, world.sync
+    yield 8, world.decode
     if free:
         yield 4, lambda: world.admit(rng.choice(free), length)
         yield 1, lambda: world.write(rng.choice(free), length)
@@ -146,11 +155,11 @@ def moves(world: World, rng: Random) -> Iterator[tuple[float, Callable[[], objec
         yield 8, lambda: world.grow(row, length)
         yield 0.5, lambda: world.admit(row, length)
         yield 1, lambda: world.rewrite(row, rng.randint(1, TAIL))
-        yield 1, lambda: world.cut(row, rng.randrange(len(world.running[row][1]) + 1))
+        yield 1, lambda: world.cut(row, rng.randrange(len(world.running[row][2]) + 1))
         yield 2, lambda: world.release(row)
     if settled:
         row = rng.choice(settled)
-        most = len(world.running[row][1])
+        most = len(world.running[row][2])
         if row in world.held:
             yield 2, lambda: world.truncate(row, rng.randint(max(most - 6, 0), most))
             yield 3, lambda: world.append(row, length)

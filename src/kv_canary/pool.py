@@ -143,7 +143,7 @@ class TokenPool:
 
         Raises: RaggedTypeError, RaggedValueError: no such batch, or one that does not fit the pool.
         """
-        self._put(batch, np.zeros_like(self._rows.lens), report)
+        self._put(batch, report, fresh=True)
 
     @refuses
     def append(self, batch: RaggedBatch, *, report: GuardReport | None = None) -> None:
@@ -156,7 +156,7 @@ class TokenPool:
         Raises: RaggedTypeError, RaggedValueError: no such batch; one that does not fit the pool; a ``prefix_len`` that
             is not its row's valid length, with both numbers.
         """
-        self._put(batch, self._rows.lens, report)
+        self._put(batch, report, fresh=False)
 
     @refuses
     def sync(self, requests: Any, *, report: GuardReport | None = None) -> Sent:
@@ -164,8 +164,9 @@ class TokenPool:
 
         Args:
             requests: ``(row, req_id, token sequence)`` of every running request. Sequences are the caller's own and may
-                grow or change between calls; lists are fastest. An id says whose a row is, so that a row that another
-                request has taken over is sent whole.
+                grow or change between calls; lists are fastest, in the same tuples as a step ago. The pool holds on to
+                them until the next call. An id says whose a row is, so that a row that another request has taken over
+                is sent whole.
             report: counts what the device guards find, as for ``scatter``.
 
         A sequence that became shorter is truncated. One whose known part was rewritten is found by comparing the last
@@ -178,13 +179,13 @@ class TokenPool:
 
         Raises: RaggedTypeError, RaggedValueError, RaggedOverflowError: names the request by position and id.
         """
-        asked = Requests(requests)
+        asked, rows = self._rows.asked(requests)
         if not asked.rows:
             return Sent()
-        rows, lens = self._rows.checked(asked.rows, asked.req_ids), asked.lens()
-        known = self._rows.known(asked, rows)
+        lens = asked.lens()
+        known = self._rows.known(asked, rows, lens)
         sent = Sent()
-        if known.changed or not np.array_equal(known.held, lens):
+        if known.changed or known.held.tobytes() != lens.tobytes():
             batch = _build(self._builder, rows, asked.behind(known.kept, lens), known.kept, asked.req_ids)
             self._launch(batch, report)
             whole: Any = (known.kept == 0) & (known.held > 0) & (lens > 0) if known.changed else ()
@@ -261,17 +262,14 @@ class TokenPool:
             )
         return verify_batch(batch, self.tokens, self.valid_lens, exact=True, report=report, backend=self._backend)
 
-    def _put(self, batch: RaggedBatch, starts: Int64Array, report: GuardReport | None) -> None:
-        """Scatter a batch whose prefixes must be ``starts``, int64 ``[max_reqs]``, of its rows."""
+    def _put(self, batch: RaggedBatch, report: GuardReport | None, *, fresh: bool) -> None:
+        """Scatter a batch whose requests start at 0 (``fresh``) or where their rows end."""
         if not isinstance(batch, RaggedBatch):
             got = type(batch).__name__
             raise RaggedTypeError(f"{POOL}batch must be a RaggedBatch, got {got}", argument="batch", got=got)
-        layout = batch.layout
-        layout.check_pool(self.tokens.shape)
-        self._rows.check_starts(layout, starts)
+        self._rows.check_starts(batch.layout, fresh=fresh)
         self._launch(batch, report)
-        ends = layout.prefix_lens + layout.lengths
-        self._rows.hold_unseen(layout.req_pool_indices, np.minimum(ends, self.tokens.shape[1], out=ends))
+        self._rows.hold_unseen(batch.layout, self.tokens.shape[1])
 
     def _end_at(self, rows: Int64Array, lens: Int64Array) -> None:
         """Valid lengths on the device: a batch that writes no token, and ends each row where it starts."""

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import attrs
 import numpy as np
 
 from kv_canary.changes import Requests, plain
@@ -24,16 +25,28 @@ UNSEEN: list[Any] = [object()]
 
 
 class Known(NamedTuple):
-    """What the host knows of the rows of some requests: int64 ``[num_reqs]`` each, and their tails."""
+    """What the host knows of the rows of some requests, int64 ``[num_reqs]`` each."""
 
     held: Int64Array
     """Tokens that the row holds."""
     kept: Int64Array
     """How many of them are the request's first ones, as far as ids and tails can tell."""
-    tails: list[list[Any]]
-    tail_lens: Int64Array
     changed: bool
     """Whether some row is not the request's own, or is no longer its beginning."""
+    is_step: bool = False
+    """Whether every request is the last sync's with a token more."""
+
+
+_NOTHING = (Requests(()), np.empty(0, dtype=np.int64))
+
+
+@attrs.define
+class _Steady:
+    """What the last sync left, while nothing else has changed the pool: all sequences are lists."""
+
+    requests: Requests
+    tails: list[list[Any]]
+    tail_len: int  # of each
 
 
 class Rows:
@@ -50,62 +63,79 @@ class Rows:
     def __init__(self, bounds: Bounds, tail: int | None) -> None:
         max_reqs = 0 if bounds.pool_shape is None else bounds.pool_shape[0]
         self._bounds = bounds
-        self._last: tuple[tuple[int, ...], Int64Array] = ((), np.empty(0, dtype=np.int64))  # what was checked last
+        self._asked = _NOTHING  # the requests of the last sync, and their rows
+        self._steady: _Steady | None = None
         self.lens: Int64Array = np.zeros(max_reqs, dtype=np.int64)
         self._fewest = sys.maxsize // 2 if tail is None else tail
         # By plain int: looked up for hundreds of rows at once, without a Python call each.
         self._tails: dict[int, list[Any]] = {row: [] for row in range(max_reqs)}
         self._owners: dict[int, object] = dict.fromkeys(range(max_reqs), NOBODY)
         self._unseen = np.zeros(max_reqs, dtype=np.bool_)  # rows whose tail and owner are still to be forgotten
+        self._has_unseen = False
+
+    def asked(self, requests: Any) -> tuple[Requests, Int64Array]:
+        """The requests of a sync and their rows; those of the last one where they are the same.
+
+        256 of them: 5 us for the same tuples, 30 for new tuples of the same, 60 for others (one core of an AMD EPYC).
+        """
+        if not self._asked[0].is_made_of(requests):
+            new = Requests(requests)
+            if not new.is_like(self._asked[0]):
+                self._asked = (new, self.checked(new.rows, new.req_ids))
+        return self._asked
 
     def checked(self, rows: Any, req_ids: tuple[object, ...] | None = None) -> Int64Array:
         """Rows inside the pool, each named once. The padding row is refused where it would get tokens."""
-        if rows == self._last[0] and set(map(type, rows)) == {int}:  # the same requests as a step ago
-            return self._last[1]
         array = Converter(Mode.STRICT, req_ids=req_ids).host(rows, "req_pool_indices")
         if len(array) and int(array.view(np.uint64).max()) >= len(self.lens):
             for request, row in enumerate(array.tolist()):
                 self._bounds.check(request, row, 0, 0, None if req_ids is None else req_ids[request])
         check_unique(array.tolist(), req_ids)
-        if isinstance(rows, tuple):
-            self._last = (rows, array)
         return array
 
-    def check_starts(self, layout: RaggedLayout, starts: Int64Array) -> None:
-        """Hold a layout, already inside the pool, against the column, int64 ``[max_reqs]``, at which each row goes on.
+    def check_starts(self, layout: RaggedLayout, *, fresh: bool) -> None:
+        """Hold a layout against the column at which each row goes on: 0 where it is ``fresh``, else its valid length.
 
         Raises: RaggedValueError: a prefix that is not its row's; tokens for the padding row; a row named twice.
         """
-        rows, padding_row = layout.req_pool_indices, self._bounds.padding_row
-        if np.count_nonzero(layout.lengths) < layout.num_reqs:  # else the layout has seen to it
+        rows, prefix_lens, padding_row = layout.req_pool_indices, layout.prefix_lens, self._bounds.padding_row
+        if layout.max_row >= len(self.lens):
+            return  # the scatter refuses it
+        if layout.num_empty:  # else the layout has seen to it
             check_unique(rows[rows != padding_row].tolist(), layout.req_ids)
-        wrong = layout.prefix_lens != starts[rows]
-        if wrong.any():
-            i = int(wrong.argmax())
-            what = "the valid_len" if starts is self.lens else "the start"
-            says = f"must be {starts[rows[i]]}, {what} of row {rows[i]}"
-            raise refuse("prefix_lens", says, layout.prefix_lens[i], starts[rows[i]], i, layout.req_id(i))
+        starts = np.zeros_like(rows) if fresh else self.lens[rows]
+        if prefix_lens.tobytes() != starts.tobytes():
+            i = int((prefix_lens != starts).argmax())
+            says = f"must be {starts[i]}, {'the start' if fresh else 'the valid_len'} of row {rows[i]}"
+            raise refuse("prefix_lens", says, prefix_lens[i], starts[i], i, layout.req_id(i))
         if layout.bounds.padding_row != padding_row:  # else the layout has seen to that too
             padded = (rows == padding_row) & (layout.lengths > 0)
             if padded.any():
                 i = int(padded.argmax())
                 self._bounds.check(i, int(rows[i]), int(layout.lengths[i]), 0, layout.req_id(i))
 
-    def known(self, requests: Requests, rows: Int64Array) -> Known:
+    def known(self, requests: Requests, rows: Int64Array, lens: Int64Array) -> Known:
         """What each request's row holds of it: the row must be its own, and the last tokens unchanged."""
         self._forget_unseen()
-        held = self.lens[rows]
+        held, steady = self.lens[rows], self._steady
+        if (
+            steady is not None
+            and steady.requests is requests
+            and (held + 1).tobytes() == lens.tobytes()
+            and requests.before_last(steady.tail_len) == steady.tails  # one slice for all: 45 us, one for each: 110
+        ):
+            return Known(held, held, changed=False, is_step=True)
         tails = list(map(self._tails.__getitem__, requests.rows))
         owners = tuple(map(self._owners.__getitem__, requests.rows))
         tail_lens = np.fromiter(map(len, tails), np.int64, len(tails))
         found = requests.slices((held - tail_lens).tolist(), held.tolist())
         if found == tails and owners == requests.req_ids:
-            return Known(held, held, tails, tail_lens, False)
+            return Known(held, held, changed=False)
         kept = held.copy()
         facts = enumerate(zip(found, tails, owners, requests.req_ids, strict=True))
         for i in [i for i, (last, tail, owner, req_id) in facts if last != tail or owner != req_id]:
             kept[i] = self._kept(requests.rows[i], requests.req_ids[i], requests.seqs[i])
-        return Known(held, kept, tails, tail_lens, True)
+        return Known(held, kept, changed=True)
 
     def _kept(self, row: int, req_id: object, seq: Sequence[Any]) -> int:
         """The same for one request whose row is not simply what it was, or longer."""
@@ -122,37 +152,52 @@ class Rows:
         self.lens[rows] = lens
         if known.changed:
             self._owners.update(zip(requests.rows, requests.req_ids, strict=True))
-        # In a decode step tails grow by a token, and are cut back only once they are twice as long as they have to be;
-        # one that was cut, or forked, is made whole.
-        one_more = (lens == known.held + 1).all() and not known.changed and requests.all_lists
-        whole = known.tail_lens >= np.minimum(known.held, self._fewest)
-        if one_more and whole.all() and int(known.tail_lens.max()) < 2 * self._fewest:
-            deque(map(list.append, known.tails, requests.last), maxlen=0)
+        steady = self._steady
+        # In a decode step tails grow by a token, and are cut back only once they are twice as long as they have to be.
+        if known.is_step and steady is not None and steady.tail_len + 1 < 2 * self._fewest:
+            deque(map(list.append, steady.tails, requests.last()), maxlen=0)
+            steady.tail_len += 1
             return
-        for row, seq in zip(requests.rows, requests.seqs, strict=True):
-            self._tails[row] = plain(seq[-self._fewest :])
+        tails = [plain(seq[-self._fewest :]) for seq in requests.seqs]
+        self._tails.update(zip(requests.rows, tails, strict=True))
+        tail_lens = set(map(len, tails))
+        is_steady = requests.all_lists and len(tail_lens) == 1
+        self._steady = _Steady(requests, tails, tail_lens.pop()) if is_steady else None
 
-    def hold_unseen(self, rows: Int64Array, lens: Int64Array) -> None:
-        """Each row holds so many tokens, which the host has not seen."""
-        self.lens[rows] = lens
-        self._unseen[rows] = True  # noted at once, and acted upon when somebody asks: a decode step never does
+    def hold_unseen(self, layout: RaggedLayout, max_context_len: int) -> None:
+        """Each row of a layout holds its tokens, which the host has not seen."""
+        rows = layout.req_pool_indices
+        ends = layout.prefix_lens + layout.lengths
+        if layout.reaches_beyond(max_context_len):
+            np.minimum(ends, max_context_len, out=ends)
+        self.lens[rows] = ends
+        # Noted at once, and acted upon when somebody asks: a decode step by ``append`` never does.
+        self._unseen[rows] = True
+        self._has_unseen = True
 
     def _forget_unseen(self) -> None:
-        if self._unseen.any():
+        if self._has_unseen:
+            self._steady = None
             for row in np.flatnonzero(self._unseen).tolist():
                 self._tails[row], self._owners[row] = UNSEEN if self.lens[row] else [], ANYBODY
             self._unseen[:] = False
+            self._has_unseen = False
+
+    def _forget_all(self) -> None:
+        """And that the rows are as the last sync left them; the caller's requests are let go of, too."""
+        self._forget_unseen()
+        self._steady, self._asked = None, _NOTHING
 
     def cut(self, rows: Int64Array, lens: Int64Array) -> None:
         """Each row holds only its first so many tokens."""
-        self._forget_unseen()
+        self._forget_all()
         for row, held, length in zip(rows.tolist(), self.lens[rows].tolist(), lens.tolist(), strict=True):
             self._tails[row] = self._cut_tail(row, held, length)
         self.lens[rows] = lens
 
     def free(self, rows: Int64Array) -> None:
         """Each row holds nothing, for nobody."""
-        self._forget_unseen()
+        self._forget_all()
         self.lens[rows] = 0
         for row in rows.tolist():
             self._tails[row] = []
@@ -160,7 +205,7 @@ class Rows:
 
     def fork(self, source: int, target: int, length: int) -> None:
         """A row holds the first so many tokens of another."""
-        self._forget_unseen()
+        self._forget_all()
         self._tails[target] = self._cut_tail(source, int(self.lens[source]), length)
         self._owners[target] = ANYBODY
         self.lens[target] = length

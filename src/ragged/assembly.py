@@ -21,7 +21,7 @@ from ragged.regroup import Made
 from ragged.rules import HasLength, apply, as_int
 from ragged.sequences import Sequences, count, mixed_devices, read_flat, read_part, read_sequences
 from ragged.staging import Slot, StagingRing
-from ragged.tokens import TokenCounts, TokenRules, WideTokens
+from ragged.tokens import NO_COUNTS, TokenRules, WideTokens
 
 
 @attrs.define
@@ -93,7 +93,7 @@ class Assembly:
         self._taken: dict[int, int] | None = {}  # row -> request with tokens; None: to be counted anew
         self._num_tokens = 0  # staged on the host
         self._device_parts: list[torch.Tensor] = []
-        self._counts = TokenCounts()
+        self._counts = NO_COUNTS
         self._coercions: list[Coercion] = []
 
     def __len__(self) -> int:

@@ -283,7 +283,7 @@ class RaggedBatch:
 
 def batch_of(made: regroup.Made) -> RaggedBatch:
     """The batch of what an assembly or a regrouping has made."""
-    return RaggedBatch(made.layout, made.packed, made.device_tokens, made.counts, made.coercions)
+    return RaggedBatch(*made)
 
 
 def _owned(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import attrs
 import numpy as np
@@ -14,13 +15,12 @@ from ragged.errors import RaggedValueError
 from ragged.layout import RaggedLayout
 from ragged.packing import views
 from ragged.staging import StagingRing
-from ragged.tokens import TokenCounts
+from ragged.tokens import NO_COUNTS, TokenCounts
 
 NOTHING: Int64Array = np.empty(0, dtype=np.int64)
 
 
-@attrs.frozen
-class Made:
+class Made(NamedTuple):
     """What a batch is made of; see RaggedBatch for the fields."""
 
     layout: RaggedLayout
@@ -41,7 +41,7 @@ class Source:
     @property
     def counts_of_part(self) -> TokenCounts | None:
         """A part of a batch without special tokens has none; otherwise the host has not counted the part."""
-        return self.counts if self.counts == TokenCounts() else None
+        return self.counts if self.counts == NO_COUNTS else None
 
 
 def select(source: Source, indices: Int64Array) -> Made:
@@ -60,7 +60,7 @@ def concat(sources: Sequence[Source]) -> Made:
     """All requests of several batches, in order; all on one device."""
     layout = rearrange.concat([source.layout for source in sources])
     device = sources[0].token_ids.device
-    counts: TokenCounts | None = TokenCounts()
+    counts: TokenCounts | None = NO_COUNTS
     for position, source in enumerate(sources):
         if source.token_ids.device != device:
             raise RaggedValueError(

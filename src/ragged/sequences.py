@@ -6,9 +6,8 @@ import array
 from collections.abc import Sequence
 from itertools import chain
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
-import attrs
 import numpy as np
 import torch
 
@@ -24,8 +23,7 @@ _shape_of = attrgetter("dtype", "ndim", "strides")
 _PLAIN = {(np.dtype(np.int64), 1, (8,))}
 
 
-@attrs.frozen
-class Sequences:
+class Sequences(NamedTuple):
     """Token sequences of consecutive requests.
 
     Attributes:

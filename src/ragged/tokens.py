@@ -31,6 +31,9 @@ class TokenCounts:
         return TokenCounts(self.placeholders + other.placeholders, self.wide + other.wide)
 
 
+NO_COUNTS = TokenCounts()
+
+
 @attrs.frozen
 class TokenRules:
     """The caller's word on token ids.

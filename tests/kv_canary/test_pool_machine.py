@@ -25,6 +25,12 @@ class PoolMachine(RuleBasedStateMachine):
         self.world.sync()
         assert self.world.sync() == 0, "nothing has changed since"
 
+    @precondition(lambda self: self.world.running)
+    @rule(steps=st.integers(1, 2 * TAIL))
+    def decode(self, steps: int) -> None:
+        for _ in range(steps):
+            self.world.decode()
+
     @precondition(lambda self: self.world.free())
     @rule(data=st.data(), length=LENGTHS)
     def admit(self, data: st.DataObject, length: int) -> None:

@@ -418,6 +418,64 @@ def test_a_copy_is_equal_and_as_read_only_as_the_original(copied: Any) -> None:
             getattr(other, name)[0] = 9
 
 
+@given(
+    request_columns=columns(),
+    others=columns(),
+    pool_shape=st.sampled_from([None, (6, 10), (2**63 - 1, 2**63 - 1)]),
+    overflow=st.sampled_from(Overflow),
+)
+def test_a_layout_that_moves_to_other_columns_is_the_one_that_starts_there(
+    request_columns: tuple[list[int], list[int], list[int]],
+    others: tuple[list[int], list[int], list[int]],
+    pool_shape: tuple[int, int] | None,
+    overflow: Overflow,
+) -> None:
+    lengths, rows, prefix_lens = request_columns
+    moved_to = (others[2] + [0] * len(lengths))[: len(lengths)]
+    ids = tuple(f"r{i}" for i in range(len(lengths)))
+    bounds = Bounds(pool_shape, overflow)
+    try:
+        layout = RaggedLayout(lengths=lengths, req_pool_indices=rows, prefix_lens=prefix_lens, bounds=bounds)
+    except RaggedError:
+        return
+    assert layout.has(np.array(lengths, dtype=np.int64), np.array(rows, dtype=np.int64))
+    made: list[Any] = []
+    for make in (
+        lambda: layout.moved(np.array(moved_to, dtype=np.int64), ids),
+        lambda: RaggedLayout(lengths=lengths, req_pool_indices=rows, prefix_lens=moved_to, req_ids=ids, bounds=bounds),
+    ):
+        try:
+            made.append(make())
+        except RaggedError as error:
+            made.append((type(error), str(error), vars(error)))
+    moved, expected = made
+    assert moved == expected
+    if isinstance(moved, RaggedLayout):
+        for name in [*COLUMNS, "header", "tiles"]:
+            assert getattr(moved, name).tolist() == getattr(expected, name).tolist()
+            assert not getattr(moved, name).flags.writeable
+        for name in ("num_reqs", "num_tokens", "num_empty", "max_len", "max_row", "max_prefix_len", "max_end"):
+            assert getattr(moved, name) == getattr(expected, name)
+        assert moved.dropped_tokens == expected.dropped_tokens
+
+
+def test_a_layout_has_only_its_own_lengths_and_rows() -> None:
+    layout = layout_of([3, 0, 2])
+    rows = layout.req_pool_indices
+    assert layout.has(np.array([3, 0, 2]), rows.copy())
+    assert not layout.has(np.array([3, 1, 1]), rows)
+    assert not layout.has(np.array([3, 0]), rows[:2])
+    assert not layout.has(np.array([3, 0, 2]), rows[::-1].copy())
+
+
+@pytest.mark.parametrize("ids", [None, ("a", "b")])
+def test_columns_to_move_to_are_one_a_request(refused: Any, ids: Any) -> None:
+    with refused(
+        RaggedValueError, "prefix_lens length 2 != number of requests (3)", argument="prefix_lens", got=2, bound=3
+    ):
+        layout_of([3, 0, 2]).moved(np.zeros(2, dtype=np.int64), ids)
+
+
 @pytest.mark.parametrize("name", COLUMNS)
 def test_columns_cannot_be_written(name: str) -> None:
     column = getattr(layout_of([3, 0, 2]), name)
