@@ -29,6 +29,7 @@ def _room(floor: int, *others: str) -> Room:
 ROOMS = {
     "ragged.errors": _room(0),
     "ragged.rules": _room(1, "attrs", "numpy", "torch"),
+    "ragged.integers": _room(1, "numpy"),
     "ragged.convert": _room(2, "attrs", "numpy", "torch"),
     "ragged.derived": _room(2, "torch"),
     "ragged.interop": _room(2, "torch"),
@@ -73,6 +74,7 @@ ROOMS = {
     "kv_canary.stamps_torch": _room(3, "ragged", "torch"),
     "kv_canary.stamps_triton": _room(3, "ragged", "torch"),
     "kv_canary.intake": _room(3, "numpy", "ragged", "torch"),
+    "kv_canary.vitals": _room(4, "numpy"),
     "kv_canary.canary": _room(6, "attrs", "numpy", "ragged", "torch"),
     "kv_canary.selftest": _room(6, "attrs", "ragged", "torch"),
     "kv_canary.warmup": _room(5, "ragged", "torch"),

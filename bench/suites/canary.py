@@ -15,6 +15,7 @@ from bench.suites.base import Settings, Suite
 from bench.timing import Call, kernel_time, step_time
 from kv_canary import KVCanary, KVSource, backends
 from kv_canary.kinds import STAMP_FIELDS
+from kv_canary.stamping import turns_of
 from ragged import RaggedBatch
 
 SETS = 4
@@ -154,12 +155,12 @@ def _time_hash(settings: Settings) -> Iterator[Row]:
     count, size = (16, 64) if settings.quick else (131_072, 1024)
     device = settings.device
     kv = torch.randint(0, 2**62, (count + 1, size // 8), dtype=torch.int64, device=device)
-    source = (KVSource(kv, size),)
+    turns = turns_of([KVSource(kv, size)], None, count + 1, device)
     slots = torch.arange(1, count + 1, dtype=torch.int64, device=device)
     hashes, into = backends.resolve("auto", device, "stamps").hash_kv, torch.empty_like(kv)
     calls: dict[str, list[Call]] = {
         "copy": [lambda: into.copy_(kv)],
-        "canary": [lambda: hashes(slots, count + 1, source)],
+        "canary": [lambda: hashes(slots, count + 1, turns)],
     }
     row = Row("canary", "kv_bytes", "", "kernel", "", 1, count)
     limit = COPY_SHARE if settings.has_targets else None

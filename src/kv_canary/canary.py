@@ -11,16 +11,18 @@ import numpy as np
 import torch
 
 from kv_canary import backends, kinds
-from kv_canary.findings import Health, Known, OnViolation, Owners, StampViolation, read_stamp
-from kv_canary.guards import POOL
-from kv_canary.intake import Intake, period_of, refuse_continuing
+from kv_canary.findings import Health, Known, OnViolation, Owners, StampViolation, StepCounts, read_stamp
+from kv_canary.guards import POOL, STAMPS
+from kv_canary.intake import Column, Intake, period_of, refuse_continuing
 from kv_canary.pool import TokenPool
-from kv_canary.stamping import Checks, KVSource, Memory, Pooled, check_sources
+from kv_canary.scatter import keep_until_read
+from kv_canary.stamping import Checks, KVSource, Memory, Pooled, Turn, turns_of
 from kv_canary.violations import NAMED, CanaryViolation, LogFormat, ViolationLog
-from ragged import Mode, RaggedBatch, RaggedTypeError, RaggedValueError
-from ragged.convert import Converter
+from kv_canary.vitals import EXTRA_LINES, Vitals
+from ragged import RaggedBatch, RaggedTypeError
 from ragged.errors import refuses
-from ragged.rules import HasOwnRows, OnDevice, apply, as_int
+from ragged.integers import as_int
+from ragged.rules import HasColumns, HasLength, HasOwnRows, OnDevice, apply
 from ragged.staging import resolve_device
 
 RING_CAPACITY = 1024
@@ -64,26 +66,32 @@ class KVCanary:
         mode: OnViolation | str = OnViolation.LOG,
         pool: TokenPool | None = None,
         max_age: int | None = None,
+        kv_rotation: int | None = None,
         backend: str = "auto",
     ) -> None:
+        apply(STAMPS, {"stamps": stamps}, where=POOL)
         device = stamps.device
         self.stamps = stamps
         self.log: ViolationLog[StampViolation] = ViolationLog.allocate(
-            device, capacity=ring_capacity, log_format=LogFormat(kinds.STAMP_COLUMNS, self._read)
+            device,
+            capacity=ring_capacity,
+            log_format=LogFormat(kinds.STAMP_COLUMNS, self._read),
+            num_extra=EXTRA_LINES,
         )
         self.step_number = 0
         self._mode = OnViolation(mode)
         self._pool = None if pool is None else Pooled(pool.tokens, pool.valid_lens)
-        self._max_age = None if max_age is None else as_int(max_age, "max_age", least=1)
+        self._rotation = None if kv_rotation is None else as_int(kv_rotation, "kv_rotation", least=1)
         self._run = backends.resolve(backend, device, "stamps")
         self._intake = Intake(device)
         with torch.inference_mode(False):
             state = torch.zeros(2 + kinds.PHASES, dtype=torch.int64, device=device)
-            counters = torch.zeros(kinds.COUNTER_LINES, kinds.COUNTERS, dtype=torch.int64, device=device)
+        counters = self.log.extra.view(kinds.COUNTER_LINES, kinds.COUNTERS)
         self._memory = Memory(stamps, self.log.table, state, counters)
+        age = None if max_age is None else as_int(max_age, "max_age", least=1)
+        self._vitals = Vitals(self._memory, self.log, has_pool=pool is not None, max_age=age)
         self._owners = Owners()
         self._longest = 0
-        self._seen = dict.fromkeys(kinds.COUNTER_NAMES, 0)
 
     @classmethod
     @refuses
@@ -97,6 +105,8 @@ class KVCanary:
             mode: ``"log"`` or ``"raise"``, for ``step``.
             pool: a TokenPool that stamps are held against, too.
             max_age: ``health`` warns where a position has gone unverified for more steps; see ``coverage``.
+            kv_rotation: each slot's KV hash covers only so many of the sources (layers, heads), which ones goes round
+                with the slot's number: bytes read for a slot do not grow with the layers, and every layer is watched.
             backend: ``"auto"``, ``"triton"`` or ``"torch"``.
         """
         shape = (as_int(num_slots, "num_slots", least=1), kinds.STAMP_FIELDS)
@@ -108,7 +118,8 @@ class KVCanary:
     def allocation_bytes(num_slots: int, ring_capacity: int = RING_CAPACITY) -> int:
         """Device memory of a canary."""
         lines = (1 + ring_capacity) * kinds.STAMP_COLUMNS
-        return 8 * (num_slots * kinds.STAMP_FIELDS + lines + 2 + kinds.PHASES + kinds.COUNTER_LINES * kinds.COUNTERS)
+        counters = kinds.COUNTER_LINES * kinds.COUNTERS
+        return 8 * (num_slots * kinds.STAMP_FIELDS + lines + 2 + kinds.PHASES + counters)
 
     @property
     def device(self) -> torch.device:
@@ -148,19 +159,24 @@ class KVCanary:
             raise RaggedTypeError(f"{POOL}batch must be a RaggedBatch, got {got}", argument="batch", got=got)
         apply([OnDevice("batch", "the canary", lambda _: self.device)], {"batch": batch.packed}, where=POOL)
         layout, num_tokens = batch.layout, batch.num_tokens
-        slots = self._intake.column(out_cache_loc, "out_cache_loc", num_tokens, "num_tokens")
-        seeds = (
-            None if seed_slots is None else self._intake.column(seed_slots, "seed_slots", batch.num_reqs, "num_reqs")
-        )
-        wanted = None if expected is None else self._intake.column(expected, "expected", num_tokens, "num_tokens")
-        sources = check_sources(kv_sources, self.num_slots, self.device)
-        if seeds is None:
+        given = [Column(out_cache_loc, "out_cache_loc", num_tokens, "num_tokens")]
+        if seed_slots is None:
             refuse_continuing(layout)
+        else:
+            given.append(Column(seed_slots, "seed_slots", layout.num_reqs, "num_reqs"))
+        if expected is not None:
+            given.append(Column(expected, "expected", num_tokens, "num_tokens"))
+        turns = self._turns(kv_sources)
+        (slots, _), *more = self._intake.columns(*given)
         if num_tokens == 0:
             return
-        kv = self._run.hash_kv(slots, self.num_slots, sources) if sources else None
+        wanted = None if expected is None else more.pop().tensor
+        seeds = None if seed_slots is None else more.pop().tensor
+        kv = self._run.hash_kv(slots, self.num_slots, turns) if turns else None
         launch = self.log.begin(Known(tag, layout.req_ids), num_tokens)
         self._run.write(batch, slots, seeds, kv, wanted, self._memory, launch)
+        if slots.is_cuda:
+            keep_until_read(batch)
 
     @refuses
     def verify(
@@ -197,23 +213,22 @@ class KVCanary:
         """
         kind = "int64" if isinstance(req_to_token, torch.Tensor) and req_to_token.dtype is torch.int64 else "int32"
         self._intake.check(req_to_token, HasOwnRows("req_to_token"), kind, ndim=2)
-        lens = self._intake.column(seq_lens, "seq_lens", None, "")
-        num_reqs = int(lens.shape[0])
-        own = self._intake.column(rows, "rows", num_reqs, "number of seq_lens")
-        sources = check_sources(kv_sources, self.num_slots, self.device)
+        turns = self._turns(kv_sources)
+        (own, _), (lens, host_lens) = self._intake.columns(Column(rows, "rows"), Column(seq_lens, "seq_lens"))
+        num_reqs = own.shape[0]
+        if lens.shape[0] != num_reqs:
+            rule = HasLength("seq_lens", "number of rows", lambda _: num_reqs)
+            apply([rule], {"seq_lens": lens}, where=POOL)
         window = WHOLE if window is None else as_int(window, "window", least=1)
         if num_reqs == 0:
             return 1
-        if isinstance(seq_lens, torch.Tensor) and seq_lens.device.type != "cpu":
-            bounds = np.full(num_reqs, req_to_token.shape[1], dtype=np.int64)
-        else:
-            bounds = Converter(Mode.STRICT).host(seq_lens, "seq_lens")
-        bounds = bounds.clip(0, min(window, req_to_token.shape[1]))
+        longest = min(window, req_to_token.shape[1])
+        bounds = np.full(num_reqs, longest) if host_lens is None else np.minimum(np.maximum(host_lens, 0), longest)
         self._longest = int(bounds.max())
         period, most = period_of(bounds, None if budget is None else as_int(budget, "budget", least=1))
         checks = Checks(req_to_token, own, lens, window, period, most)
         launch = self.log.begin(Known(tag, None if req_ids is None else tuple(req_ids)), most)
-        self._run.check(checks, self._pool, sources, self._memory, launch)
+        self._run.check(checks, self._pool, turns, self._memory, launch)
         return period
 
     @refuses
@@ -225,16 +240,14 @@ class KVCanary:
             kv_sources: as they were when the slots were written.
             tag: names the launch in violations.
         """
-        sources = check_sources(kv_sources, self.num_slots, self.device)
+        turns = self._turns(kv_sources)
         if not isinstance(slots, torch.Tensor):
             slots = torch.from_numpy(np.array(slots, dtype=np.int64).reshape(-1, 3)).to(self.device)
         self._intake.check(slots, HasOwnRows("slots"), "int64", ndim=2)
-        if (columns := slots.shape[1]) != 3:
-            says = f"{POOL}slots must have 3 columns, got {columns}"
-            raise RaggedValueError(says, argument="slots", got=columns, bound=3)
+        apply([HasColumns("slots", 3)], {"slots": slots}, where=POOL)
         if slots.shape[0]:
             launch = self.log.begin(Known(tag, None), slots.shape[0])
-            self._run.sweep(slots.contiguous(), sources, self._memory, launch)
+            self._run.sweep(slots.contiguous(), turns, self._memory, launch)
 
     def owns(self, slots: Iterable[int], req_id: object) -> None:
         """The allocator gave these slots to a request; None: they are free. For the messages only, on the host."""
@@ -245,10 +258,11 @@ class KVCanary:
 
         Raises: CanaryViolation, in mode ``"raise"``.
         """
+        new = self.log.poll(self.step_number)
+        self._vitals.end_step()
         self.step_number += 1
         with torch.inference_mode():
             self._memory.state[kinds.STATE_STEP].fill_(self.step_number)
-        new = self.log.poll()
         if new and self._mode is OnViolation.RAISE:
             named, more = "; ".join(map(str, new[:NAMED])), self.log.found - NAMED
             raise CanaryViolation(
@@ -258,39 +272,28 @@ class KVCanary:
             logger.warning("kv-canary: %s", violation)
         return new
 
+    @property
+    def last_steps(self) -> StepCounts | None:
+        """What was really done in the step, or the steps, whose counters came last; ``step`` asks for them."""
+        return self._vitals.last_steps
+
     def counts(self) -> dict[str, int]:
         """Comparisons really made so far by kind, slots written and skipped. Syncs."""
-        totals = self._memory.counters.sum(0).tolist()
-        return dict(zip(kinds.COUNTER_NAMES, totals, strict=False))
+        return self._vitals.counts()
 
     def coverage(self) -> int:
         """For how many steps the position that was looked at least recently has gone unverified. Syncs.
 
         Of the requests of the last ``verify``. Under a budget with period k and one call a step it is at most k.
         """
-        live = min(self._longest, kinds.PHASES)
-        if live == 0:
-            return 0
-        return self.step_number - int(self._memory.state[2 : 2 + live].min())
+        return self._vitals.coverage(self.step_number, self._longest)
 
     def health(self) -> Health:
         """Whether the canary is alive: a canary that checks nothing is always clean. Syncs."""
-        counts, before, coverage = self.counts(), self._seen, self.coverage()
-        since = {name: counts[name] - before[name] for name in counts}
-        self._seen = counts
-        found = int(self._memory.log[0, kinds.FOUND_COUNT])
-        problems = []
-        if not counts["written"]:
-            problems.append("no slot has ever been written")
-        if not since["position"]:
-            problems.append("no slot has been verified since health was last asked")
-        if self._pool is not None and since["position"] and not since["token"]:
-            problems.append("a pool is attached, and no token has been compared since health was last asked")
-        if self._max_age is not None and coverage > self._max_age:
-            problems.append(f"a position has gone unverified for {coverage} steps, max_age is {self._max_age}")
-        for problem in problems:
-            logger.warning("kv-canary: %s", problem)
-        return Health(self.step_number, counts, since, found, self.log.lost, coverage, tuple(problems))
+        return self._vitals.health(self.step_number, self._longest)
+
+    def _turns(self, kv_sources: Sequence[KVSource]) -> tuple[Turn, ...]:
+        return turns_of(kv_sources, self._rotation, self.num_slots, self.device)
 
     def _read(self, line: list[int], known: Known | None) -> StampViolation:
         violation = read_stamp(line, known)

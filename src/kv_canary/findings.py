@@ -109,6 +109,14 @@ class Owners:
         return before if holder is None or holder == req_id else holder
 
 
+class StepCounts(NamedTuple):
+    """What was really done in some steps: comparisons by kind (chain, position, token, kv), slots written, skipped."""
+
+    first: int
+    last: int
+    counts: dict[str, int]
+
+
 @attrs.frozen
 class Health:
     """Whether a canary is alive, by how much it really did.

@@ -7,14 +7,17 @@ from typing import Any
 
 import torch
 
+from kv_canary.kinds import STAMP_FIELDS
 from ragged import Mode, RaggedError
 from ragged.convert import Coercion, Converter
 from ragged.rules import (
     Arrays,
+    HasColumns,
     HasDtype,
     HasLength,
     HasNDim,
     HasOwnRows,
+    IsAligned,
     IsContiguous,
     IsDense,
     IsInteger,
@@ -38,6 +41,17 @@ OPTIONAL = "prefix_lens"
 def table(name: str) -> list[Rule]:
     """What any pool must be, whatever is done with it."""
     return [IsDense(name), HasNDim(name, 2), HasDtype(name, "int32"), HasOwnRows(name)]
+
+
+STAMPS: list[Rule] = [
+    IsDense("stamps"),
+    HasNDim("stamps", 2),
+    HasDtype("stamps"),
+    IsContiguous("stamps"),
+    HasColumns("stamps", STAMP_FIELDS),
+    IsAligned("stamps", 16),
+]
+"""What a canary's stamps must be: kernels take each as a sector of 32 bytes."""
 
 
 def _num_reqs(arrays: Arrays) -> int:

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from kv_canary import kinds
-from kv_canary.guards import POOL
+from kv_canary.guards import ACCEPTED_KEPT, POOL
 from ragged import Mode, RaggedLayout, RaggedTypeError, RaggedValueError, StagingRing
 from ragged.convert import Converter, Int64Array
 from ragged.errors import request_name
 from ragged.rules import HasDtype, HasLength, HasNDim, IsContiguous, IsDense, OnDevice, Rule, apply
+
+
+class Column(NamedTuple):
+    """A column that was given: what it is called, and how long it must be (``meaning`` says of what), None for any."""
+
+    value: Any
+    name: str
+    length: int | None = None
+    meaning: str = ""
+
+
+class Taken(NamedTuple):
+    """A column on the device, int64 ``[n]``, and the host's array where it came from there."""
+
+    tensor: torch.Tensor
+    host: Int64Array | None
 
 
 class Intake:
@@ -21,36 +37,59 @@ class Intake:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._ring = StagingRing(device)
+        self._accepted: set[tuple[Any, ...]] = set()
 
-    def column(self, value: Any, name: str, length: int | None, meaning: str) -> torch.Tensor:
-        """int64 ``[n]`` on the device, from there or from host integers; ``length`` None for any.
+    def columns(self, *given: Column) -> list[Taken]:
+        """Each from the device or from host integers, these in one copy.
 
         Raises: RaggedTypeError, RaggedValueError.
         """
-        if isinstance(value, torch.Tensor) and value.device == self.device:
-            self.check(value, IsContiguous(name), "int64", ndim=1)
-        else:
-            array: Int64Array = Converter(Mode.STRICT).host(value, name)
-            slot = self._ring.acquire(len(array))
-            slot.array[: len(array)] = array
-            value = self._ring.send(slot, 0, len(array))
-        if length is not None:
-            apply([HasLength(name, meaning, lambda _: length)], {name: value}, where=POOL)
-        return value  # type: ignore[no-any-return]
+        hosts = [self._host(column) for column in given]
+        total = sum(len(host) for host in hosts if host is not None)
+        if total == 0:
+            nothing = torch.empty(0, dtype=torch.int64, device=self.device)
+            return [Taken(c.value if h is None else nothing, h) for c, h in zip(given, hosts, strict=True)]
+        slot, end = self._ring.acquire(total), 0
+        for host in hosts:
+            if host is not None:
+                slot.array[end : end + len(host)] = host
+                end += len(host)
+        sent, taken, begin = self._ring.send(slot, 0, total), [], 0
+        for column, host in zip(given, hosts, strict=True):
+            length = 0 if host is None else len(host)
+            taken.append(Taken(column.value if host is None else sent[begin : begin + length], host))
+            begin += length
+        return taken
 
-    def optional(self, value: Any, name: str, length: int, meaning: str) -> torch.Tensor | None:
-        """The same, or None for None."""
-        return None if value is None else self.column(value, name, length, meaning)
+    def _host(self, column: Column) -> Int64Array | None:
+        """The host's integers; None for a tensor that is on the device already."""
+        value, host = column.value, None
+        if isinstance(value, torch.Tensor) and value.device == self.device:
+            self.check(value, IsContiguous(column.name), "int64", ndim=1)
+        else:
+            value = host = Converter(Mode.STRICT).host(value, column.name)
+        if column.length is not None and value.shape[0] != column.length:
+            rule = HasLength(column.name, column.meaning, lambda _: column.length or 0)
+            apply([rule], {column.name: value}, where=POOL)
+        return host
 
     def check(self, tensor: Any, strides: Rule, dtype: str, ndim: int) -> None:
-        """A dense tensor of this kind on the canary's device; ``strides`` names it."""
+        """A dense tensor of this kind on the canary's device, once for all that look alike; ``strides`` names it."""
         name = strides.argument
         if not isinstance(tensor, torch.Tensor):
             got = type(tensor).__name__
             raise RaggedTypeError(f"{POOL}{name} must be a tensor, got {got}", argument=name, got=got)
+        is_dense = tensor.layout is torch.strided and not tensor.is_nested
+        looks = (strides, dtype, tensor.dtype, tensor.shape, tensor.stride(), tensor.device) if is_dense else None
+        if looks is not None and looks in self._accepted:
+            return
         on_device = OnDevice(name, "the canary", lambda _: self.device)
         rules: list[Rule] = [IsDense(name), HasNDim(name, ndim), HasDtype(name, dtype), on_device, strides]
         apply(rules, {name: tensor}, where=POOL)
+        if looks is not None:
+            if len(self._accepted) >= ACCEPTED_KEPT:
+                self._accepted.clear()
+            self._accepted.add(looks)
 
 
 def refuse_continuing(layout: RaggedLayout) -> None:
@@ -76,9 +115,10 @@ def period_of(bounds: Int64Array, budget: int | None) -> tuple[int, int]:
 
     ``bounds``: int64 ``[num_reqs]``, positions of each request. Raises: RaggedValueError where no period will do.
     """
-    if budget is None:
-        return 1, int(bounds.sum(dtype=np.int64))
-    period = 1
+    most = int(bounds.sum(dtype=np.int64))
+    if budget is None or most <= budget:
+        return 1, most
+    period = min(1 << (-(-most // budget) - 1).bit_length(), kinds.PHASES)  # no smaller one will do
     while (most := int((-(-bounds // period)).sum(dtype=np.int64))) > budget:
         if period == kinds.PHASES:
             raise RaggedValueError(

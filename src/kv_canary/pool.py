@@ -18,7 +18,8 @@ from kv_canary.violations import Violation, ViolationLog
 from ragged import Bounds, Mode, RaggedBatch, RaggedBatchBuilder, RaggedTypeError, RaggedValueError, WideTokens
 from ragged.convert import Converter, Int64Array
 from ragged.errors import refuses
-from ragged.rules import HasLength, apply, as_int
+from ragged.integers import as_int
+from ragged.rules import HasLength, apply
 from ragged.staging import resolve_device
 
 TAIL = 16

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ragged.convert import Int64Array
+from ragged.staging import current_stream
 
 KEPT_LAUNCHES = 1024
 """For so many launches back a table still knows what the host knew of its batch."""
@@ -21,26 +22,28 @@ class Snapshot:
 
     def __init__(self, table: torch.Tensor) -> None:
         self.table = table
-        self._arrived: Int64Array | None = None
-        self._on_its_way: tuple[torch.Tensor, torch.cuda.Event] | None = None
+        self.arrived: tuple[int, Int64Array] | None = None
+        """The newest copy, and the label of the poll that had asked for it."""
+        self._on_its_way: tuple[int, torch.Tensor, torch.cuda.Event] | None = None
 
-    def poll(self) -> Int64Array | None:
+    def poll(self, label: int = 0) -> Int64Array | None:
         """The newest that has arrived, to be read at once. Never syncs."""
         if self.table.device.type == "cpu":
-            return self.table.numpy()
-        if self._on_its_way is not None and self._on_its_way[1].query():
-            self._arrived, self._on_its_way = self._on_its_way[0].numpy(), None
+            self.arrived = (label, self.table.numpy())
+            return self.arrived[1]
+        if self._on_its_way is not None and self._on_its_way[2].query():
+            self.arrived, self._on_its_way = (self._on_its_way[0], self._on_its_way[1].numpy()), None
         if self._on_its_way is None:
             target = torch.empty(self.table.shape, dtype=self.table.dtype, device="cpu", pin_memory=True)
             target.copy_(self.table, non_blocking=True)
             event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(self.table.device))
-            self._on_its_way = (target, event)
-        return self._arrived
+            event.record(current_stream(self.table.device))
+            self._on_its_way = (label, target, event)
+        return None if self.arrived is None else self.arrived[1]
 
     def forget(self) -> None:
         """Drop what has arrived and what is on its way."""
-        self._arrived = self._on_its_way = None
+        self.arrived = self._on_its_way = None
 
 
 class Launches:

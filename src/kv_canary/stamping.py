@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import attrs
 import torch
 
 from kv_canary.guards import POOL
 from ragged.errors import RaggedTypeError, RaggedValueError
-from ragged.rules import as_int
+from ragged.integers import as_int
 
 WORD = 8
 """Bytes of a word that is hashed at a time."""
@@ -122,8 +122,23 @@ def _bytes_of(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage().nbytes()) - int(tensor.storage_offset()) * tensor.element_size()
 
 
-def check_sources(sources: Sequence[KVSource], num_slots: int, device: torch.device) -> tuple[KVSource, ...]:
-    """Sources that every slot can be read from.
+class Turn(NamedTuple):
+    """A source and the slots that it is hashed of: slot s takes those numbered ``(s + j) % among``, ``j < share``."""
+
+    source: KVSource
+    number: int
+    among: int
+    share: int
+
+    def takes(self, slot: Any) -> Any:
+        """Whether a slot's hash covers this source; slots may be a tensor."""
+        return (self.number - slot) % self.among < self.share
+
+
+def turns_of(
+    sources: Sequence[KVSource], rotation: int | None, num_slots: int, device: torch.device
+) -> tuple[Turn, ...]:
+    """Sources that every slot can be read from, ``rotation`` of them for each slot, or all.
 
     Raises: RaggedTypeError, RaggedValueError.
     """
@@ -132,4 +147,6 @@ def check_sources(sources: Sequence[KVSource], num_slots: int, device: torch.dev
             got = type(source).__name__
             raise RaggedTypeError(f"{POOL}kv_sources must be KVSources, got {got}", argument="kv_sources", got=got)
         source.check(num_slots, device)
-    return tuple(sources)
+    among = len(sources)
+    share = among if rotation is None else min(rotation, among)
+    return tuple(Turn(source, number, among, share) for number, source in enumerate(sources))

@@ -6,7 +6,7 @@ import torch
 
 from kv_canary import kinds
 from kv_canary.mixing import mix, mix_word, signed
-from kv_canary.stamping import Checks, KVSource, Memory, Pooled
+from kv_canary.stamping import Checks, Memory, Pooled, Turn
 from ragged import RaggedBatch
 
 
@@ -47,12 +47,14 @@ def write(
             chain += mix(token, position)
 
 
-def hash_kv(slots: torch.Tensor, num_slots: int, sources: tuple[KVSource, ...]) -> torch.Tensor:
+def hash_kv(slots: torch.Tensor, num_slots: int, turns: tuple[Turn, ...]) -> torch.Tensor:
     """int64 ``[n]``: each slot's KV bytes, word by word."""
     hashes = []
     for slot in slots.tolist():
         total = 0
-        for number, source in enumerate(sources if kinds.PADDING_SLOT < slot < num_slots else ()):
+        for source, number, _, _ in (turn for turn in turns if turn.takes(slot)):
+            if not kinds.PADDING_SLOT < slot < num_slots:
+                continue
             begin = slot // source.page_size * source.page_stride + slot % source.page_size * source.token_stride
             words = source.words()[begin // 8 : (begin + source.leading_bytes) // 8].tolist()
             total += mix_word(sum(mix_word(word, place) for place, word in enumerate(words, 1)), number + 1)
@@ -60,7 +62,7 @@ def hash_kv(slots: torch.Tensor, num_slots: int, sources: tuple[KVSource, ...]) 
     return torch.tensor(hashes, dtype=torch.int64)
 
 
-def check(checks: Checks, pool: Pooled | None, sources: tuple[KVSource, ...], memory: Memory, launch: int) -> None:
+def check(checks: Checks, pool: Pooled | None, turns: tuple[Turn, ...], memory: Memory, launch: int) -> None:
     """Every planned check, one by one."""
     table, state = checks.table.tolist(), memory.state
     step, phase = int(state[kinds.STATE_STEP]), int(state[kinds.STATE_CALLS]) % checks.period
@@ -76,20 +78,20 @@ def check(checks: Checks, pool: Pooled | None, sources: tuple[KVSource, ...], me
             if pool is not None and row < len(pool.tokens) and position < int(pool.valid_lens[row]):
                 wanted = int(pool.tokens[row, position]) if position < pool.tokens.shape[1] else -1
             before = table[row][position - 1] if position else -1
-            _check(memory, launch, request, row, table[row][position], before, position, follows, wanted, sources)
+            _check(memory, launch, request, row, table[row][position], before, position, follows, wanted, turns)
     state[2:][torch.arange(kinds.PHASES) % checks.period == phase] = step
     state[kinds.STATE_CALLS] += 1
 
 
-def sweep(triples: torch.Tensor, sources: tuple[KVSource, ...], memory: Memory, launch: int) -> None:
+def sweep(triples: torch.Tensor, turns: tuple[Turn, ...], memory: Memory, launch: int) -> None:
     """Explicit (slot, predecessor, position)."""
     for slot, before, position in triples.tolist():
-        _check(memory, launch, -1, -1, slot, before, position, True, -1, sources)
+        _check(memory, launch, -1, -1, slot, before, position, True, -1, turns)
 
 
 def _check(
     memory: Memory, launch: int, request: int, row: int, slot: int, before: int, position: int, follows: bool,
-    wanted: int, sources: tuple[KVSource, ...],
+    wanted: int, turns: tuple[Turn, ...],
 ) -> None:  # fmt: skip
     stamps, counters, num_slots = memory.stamps, memory.counters, len(memory.stamps)
     if not kinds.PADDING_SLOT < slot < num_slots:
@@ -109,9 +111,9 @@ def _check(
     if told:
         counters[0, kinds.COMPARED_TOKEN] += 1
         bits |= kinds.TOKEN_BIT if token != wanted else 0
-    if sources:
+    if turns:
         counters[0, kinds.COMPARED_KV] += 1
-        fresh = int(hash_kv(torch.tensor([slot]), num_slots, sources)[0])
+        fresh = int(hash_kv(torch.tensor([slot]), num_slots, turns)[0])
         bits |= kinds.KV_BIT if kv != fresh else 0
         if not bits & kinds.CHAIN:
             expected, found = fresh, kv

@@ -6,7 +6,7 @@ import torch
 
 from kv_canary import kinds
 from kv_canary.mixing import mix_all, mix_words
-from kv_canary.stamping import Checks, KVSource, Memory, Pooled
+from kv_canary.stamping import Checks, Memory, Pooled, Turn
 from ragged import RaggedBatch
 
 
@@ -55,22 +55,23 @@ def write(
 
 
 @torch.inference_mode()
-def hash_kv(slots: torch.Tensor, num_slots: int, sources: tuple[KVSource, ...]) -> torch.Tensor:
-    """int64 ``[n]``: a hash of each slot's KV bytes, all sources folded together; 0 for a slot that is skipped."""
+def hash_kv(slots: torch.Tensor, num_slots: int, turns: tuple[Turn, ...]) -> torch.Tensor:
+    """int64 ``[n]``: a hash of each slot's KV bytes, its sources folded together; 0 for a slot that is skipped."""
     here = _inside(slots, num_slots)
     at = torch.where(here, slots, 0)
     total = torch.zeros_like(slots)
-    for number, source in enumerate(sources):
+    for turn in turns:
+        source, taken = turn.source, turn.takes(at)
         begins = at // source.page_size * (source.page_stride // 8) + at % source.page_size * (source.token_stride // 8)
         places = torch.arange(source.leading_bytes // 8, dtype=torch.int64, device=slots.device)
         words = source.words()[begins[:, None] + places]
         summed = mix_words(words, places + 1).sum(1)
-        total += mix_words(summed, torch.full_like(summed, number + 1))
+        total += torch.where(taken, mix_words(summed, torch.full_like(summed, turn.number + 1)), 0)
     return torch.where(here, total, 0)
 
 
 @torch.inference_mode()
-def check(checks: Checks, pool: Pooled | None, sources: tuple[KVSource, ...], memory: Memory, launch: int) -> None:
+def check(checks: Checks, pool: Pooled | None, turns: tuple[Turn, ...], memory: Memory, launch: int) -> None:
     """Hold the planned stamps against position, predecessor, pool token and KV bytes; the phase goes on by one."""
     table, rows, lens = checks.table, checks.rows, checks.lens
     device, num_slots = table.device, memory.stamps.shape[0]
@@ -97,7 +98,7 @@ def check(checks: Checks, pool: Pooled | None, sources: tuple[KVSource, ...], me
         at_row, at_column = torch.where(known, whose, 0), torch.where(known, positions, 0)
         known &= positions < pool.valid_lens[at_row]
         wanted = torch.where(known, pool.tokens[at_row, at_column].to(torch.int64), -1)
-    fresh = hash_kv(slots, num_slots, sources) if sources else None
+    fresh = hash_kv(slots, num_slots, turns) if turns else None
     _check(memory, launch, owners, whose, slots, positions, before, follows, wanted, fresh)
     seen = torch.arange(kinds.PHASES, dtype=torch.int64, device=device) % period == phase
     memory.state[2:][seen] = memory.state[kinds.STATE_STEP]
@@ -105,10 +106,10 @@ def check(checks: Checks, pool: Pooled | None, sources: tuple[KVSource, ...], me
 
 
 @torch.inference_mode()
-def sweep(triples: torch.Tensor, sources: tuple[KVSource, ...], memory: Memory, launch: int) -> None:
+def sweep(triples: torch.Tensor, turns: tuple[Turn, ...], memory: Memory, launch: int) -> None:
     """Hold the stamps of int64 ``[n, 3]`` (slot, predecessor's slot, position) against what they must be."""
     slots, before, positions = triples.unbind(1)
-    fresh = hash_kv(slots, memory.stamps.shape[0], sources) if sources else None
+    fresh = hash_kv(slots, memory.stamps.shape[0], turns) if turns else None
     none = torch.full_like(slots, -1)
     _check(memory, launch, none, none, slots, positions, before, torch.ones_like(slots, dtype=torch.bool), none, fresh)
 

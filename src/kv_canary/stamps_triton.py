@@ -7,17 +7,18 @@ import torch
 from kv_canary import launching
 from kv_canary.kernels import check_stamps as checking
 from kv_canary.kernels import stamps as writing
-from kv_canary.stamping import Checks, KVSource, Memory, Pooled
+from kv_canary.stamping import Checks, Memory, Pooled, Turn
 from ragged import RaggedBatch
 from ragged.packing import addresses
 from ragged.tiles import TILE
 
-SHAPES = ((1, 128, 1), (16, 32, 16), (128, 4, 128), (512, 1, 512))
-"""Tiles for batches of even lengths: up to so many tokens, requests x columns; longer ones take 1 x TILE."""
+SHAPES = ((1, 128, 1), (16, 32, 16), (128, 4, 128))
+LONG = 512
+"""Tiles for batches of even lengths: up to so many tokens, requests x columns; longer ones take 1 x LONG."""
 BLOCK, WINDOW = 256, 256
 """Checks a program; ends that one load of its search counts."""
 PLAN_BLOCK = 1024
-KV_TOKENS, KV_WORDS = 16, 128
+KV_TOKENS, KV_TURNS = 16, 4
 
 
 def write(
@@ -31,9 +32,11 @@ def write(
 ) -> None:
     """See ``stamps_torch.write``. A batch of requests of one tile each is one launch, of longer ones two."""
     layout = batch.layout
-    requests, columns = next(((r, c) for longest, r, c in SHAPES if layout.max_len <= longest), (1, TILE))
+    listed = len(layout.tiles) > 0
+    shapes = ((r, c) for longest, r, c in SHAPES if layout.max_len <= longest)
+    requests, columns = (1, TILE) if listed else next(shapes, (1, LONG))
     column_tiles = max(-(-layout.max_len // columns), 1)
-    listed, parts = len(layout.tiles) > 0, layout.max_len > columns
+    parts = layout.max_len > columns
     programs = len(layout.tiles) or -(-layout.num_reqs // requests) * column_tiles
     at = addresses(batch.packed, layout, batch.device_tokens)
     device = batch.device
@@ -79,65 +82,65 @@ def write(
     )
 
 
-def hash_kv(slots: torch.Tensor, num_slots: int, sources: tuple[KVSource, ...]) -> torch.Tensor:
+def hash_kv(slots: torch.Tensor, num_slots: int, turns: tuple[Turn, ...]) -> torch.Tensor:
     """See ``stamps_torch.hash_kv``. A launch a source."""
     out = torch.zeros_like(slots)
-    for number, source in enumerate(sources):
+    for source, number, among, share in turns:
         words = source.words()
         tensors = (slots, words, out)
-        sizes = (source.page_size, source.page_stride // 8, source.token_stride // 8, source.leading_bytes // 8)
+        sizes = (source.page_stride // 8, source.token_stride // 8, source.leading_bytes // 8)
         launching.launch(
             writing.hash_kv,
             slots.device,
             -(-slots.shape[0] // KV_TOKENS),
             lambda tensors=tensors: tensors,  # type: ignore[misc]
             tuple(tensor.data_ptr() for tensor in tensors),
-            (slots.shape[0], num_slots, *sizes, number),
-            (KV_TOKENS, KV_WORDS),
+            (slots.shape[0], num_slots, *sizes, number, among, share),
+            (source.page_size, share < among, KV_TOKENS, KV_TURNS),
         )
     return out
 
 
-def check(checks: Checks, pool: Pooled | None, sources: tuple[KVSource, ...], memory: Memory, launch: int) -> None:
+def check(checks: Checks, pool: Pooled | None, turns: tuple[Turn, ...], memory: Memory, launch: int) -> None:
     """See ``stamps_torch.check``. Two launches, and two more, with one a source, for KV bytes."""
     table, rows, lens, num_reqs = checks.table, checks.rows, checks.lens, checks.rows.shape[0]
-    capacity, num_slots = memory.log.shape[0] - 1, memory.stamps.shape[0]
+    capacity, num_slots, shift = memory.log.shape[0] - 1, memory.stamps.shape[0], checks.period.bit_length() - 1
     plan = torch.empty(2 * (num_reqs + 1), dtype=torch.int64, device=table.device)
     planned = (rows, lens, plan, memory.state, memory.log)
     _launch(
         checking.plan_checks,
         1,
         planned,
-        (num_reqs, *table.shape, checks.window, checks.period, capacity, launch),
+        (num_reqs, *table.shape, checks.window, shift, capacity, launch),
         (PLAN_BLOCK,),
     )
     if not checks.most:
         return
     programs, kv = -(-checks.most // BLOCK), plan
-    if sources:
+    if turns:
         slots = torch.full((checks.most,), -1, dtype=torch.int64, device=table.device)
-        sizes = (num_reqs, table.stride(0), checks.period, checks.most)
+        sizes = (num_reqs, table.stride(0), shift, checks.most)
         _launch(checking.gather_slots, programs, (table, rows, plan, slots), sizes, (BLOCK, WINDOW), table.dtype)
-        kv = hash_kv(slots, num_slots, sources)
+        kv = hash_kv(slots, num_slots, turns)
     tokens, valid_lens = (table, lens) if pool is None else pool
     pooled = (0, 0, 0) if pool is None else (tokens.stride(0), *tokens.shape)
     _launch(
         checking.check_requests,
         programs,
         (table, rows, lens, plan, tokens, valid_lens, kv, memory.stamps, memory.log, memory.state, memory.counters),
-        (num_reqs, table.stride(0), checks.window, checks.period, num_slots, capacity, launch, *pooled, checks.most),
-        (pool is not None, bool(sources), BLOCK, WINDOW),
+        (num_reqs, table.stride(0), checks.window, shift, num_slots, capacity, launch, *pooled, checks.most),
+        (pool is not None, bool(turns), BLOCK, WINDOW),
         (table.dtype, tokens.dtype),
     )
 
 
-def sweep(triples: torch.Tensor, sources: tuple[KVSource, ...], memory: Memory, launch: int) -> None:
+def sweep(triples: torch.Tensor, turns: tuple[Turn, ...], memory: Memory, launch: int) -> None:
     """See ``stamps_torch.sweep``."""
     num_slots, count = memory.stamps.shape[0], triples.shape[0]
-    kv = hash_kv(triples[:, 0].contiguous(), num_slots, sources) if sources else triples
+    kv = hash_kv(triples[:, 0].contiguous(), num_slots, turns) if turns else triples
     tensors = (triples, kv, memory.stamps, memory.log, memory.state, memory.counters)
     sizes = (count, num_slots, memory.log.shape[0] - 1, launch)
-    _launch(checking.check_triples, -(-count // BLOCK), tensors, sizes, (bool(sources), BLOCK))
+    _launch(checking.check_triples, -(-count // BLOCK), tensors, sizes, (bool(turns), BLOCK))
 
 
 def _launch(

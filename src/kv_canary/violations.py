@@ -11,8 +11,9 @@ import torch
 from kv_canary import kinds
 from kv_canary.snapshot import Launches, Snapshot
 from ragged import RaggedError
+from ragged.convert import Int64Array
 from ragged.errors import request_name
-from ragged.rules import as_int
+from ragged.integers import as_int
 from ragged.staging import resolve_device
 
 CAPACITY = 256
@@ -123,28 +124,38 @@ class ViolationLog(Generic[V]):
 
     Attributes:
         table: int64 ``[1 + capacity, columns]`` on the device: a header line, then the ring.
+        extra: int64 ``[num_extra, columns]`` on the device, the caller's own lines.
         found: violations that the reads so far have seen, those lost included.
         lost: how many of them the ring had no room for.
     """
 
-    def __init__(self, table: torch.Tensor, log_format: LogFormat[V]) -> None:
-        self.table = table
+    def __init__(self, lines: torch.Tensor, log_format: LogFormat[V], num_extra: int = 0) -> None:
+        self.table = lines[: lines.shape[0] - num_extra]
+        self.extra = lines[lines.shape[0] - num_extra :]
         self.found = 0
         self.lost = 0
         self._format = log_format
         self._launches = Launches()
-        self._snapshot = Snapshot(table)
+        self._snapshot = Snapshot(lines)
         self._cells = 0
         self._first: list[V] = []
 
     @classmethod
     def allocate(
-        cls, device: torch.device | str, *, capacity: int = CAPACITY, log_format: LogFormat[Any] = TOKENS
+        cls,
+        device: torch.device | str,
+        *,
+        capacity: int = CAPACITY,
+        log_format: LogFormat[Any] = TOKENS,
+        num_extra: int = 0,
     ) -> ViolationLog[Any]:
-        """A clean log on ``device`` that keeps ``capacity`` violations until they are read."""
-        shape = (1 + as_int(capacity, "capacity", least=1), log_format.columns)
+        """A clean log on ``device`` that keeps ``capacity`` violations until they are read.
+
+        ``num_extra``: lines of the caller's own, which ``poll`` brings along.
+        """
+        shape = (1 + as_int(capacity, "capacity", least=1) + num_extra, log_format.columns)
         with torch.inference_mode(False):
-            return cls(torch.zeros(shape, dtype=torch.int64, device=resolve_device(device)), log_format)
+            return cls(torch.zeros(shape, dtype=torch.int64, device=resolve_device(device)), log_format, num_extra)
 
     @staticmethod
     def allocation_bytes(capacity: int = CAPACITY, log_format: LogFormat[Any] = TOKENS) -> int:
@@ -164,10 +175,20 @@ class ViolationLog(Generic[V]):
         self._cells += num_cells
         return self._launches.begin(known)
 
-    def poll(self) -> list[V]:
-        """The violations that have arrived since the last read. Never syncs: a step or two late, now on the CPU."""
-        arrived = self._snapshot.poll()
-        return [] if arrived is None else self._take(arrived)
+    def poll(self, label: int = 0) -> list[V]:
+        """The violations that have arrived since the last read. Never syncs: a step or two late, now on the CPU.
+
+        ``label``: the caller's number of this poll, for ``arrived_extra``.
+        """
+        arrived = self._snapshot.poll(label)
+        return [] if arrived is None else self._take(arrived[: self.table.shape[0]])
+
+    def arrived_extra(self) -> tuple[int, Int64Array] | None:
+        """The extra lines as they last arrived, and the label of the poll that had asked for them."""
+        if self._snapshot.arrived is None:
+            return None
+        label, lines = self._snapshot.arrived
+        return label, lines[self.table.shape[0] :]
 
     def drain(self) -> list[V]:
         """The violations of all launches so far that no read has given yet. Syncs."""

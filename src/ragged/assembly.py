@@ -14,11 +14,12 @@ from ragged.bounds import Bounds, Capacity, Overflow, duplicate_row
 from ragged.convert import Coercion, Converter, Int64Array, Mode
 from ragged.errors import RaggedError, RaggedValueError
 from ragged.header import starts
+from ragged.integers import as_int
 from ragged.join import join
 from ragged.layout import RaggedLayout
 from ragged.options import as_ids
 from ragged.regroup import Made
-from ragged.rules import HasLength, apply, as_int
+from ragged.rules import HasLength, apply
 from ragged.sequences import Sequences, count, mixed_devices, read_flat, read_part, read_sequences
 from ragged.staging import Slot, StagingRing
 from ragged.tokens import NO_COUNTS, TokenRules, WideTokens

@@ -13,7 +13,8 @@ import torch
 from ragged.batch import RaggedBatch
 from ragged.derived import check_int32
 from ragged.errors import RaggedValueError, refuses
-from ragged.rules import HasDtype, HasNDim, HasOwnRows, IsDense, OnDevice, Rule, apply, as_int
+from ragged.integers import as_int
+from ragged.rules import HasDtype, HasNDim, HasOwnRows, IsDense, OnDevice, Rule, apply
 
 
 @attrs.frozen(eq=False)

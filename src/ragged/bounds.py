@@ -8,7 +8,8 @@ import attrs
 
 from ragged.convert import Choice
 from ragged.errors import RaggedOverflowError, RaggedTypeError, RaggedValueError, request_name
-from ragged.rules import INT64_MAX, as_int
+from ragged.integers import as_int
+from ragged.rules import INT64_MAX
 
 
 class Overflow(Choice):

@@ -27,18 +27,8 @@ from ragged.errors import (
     RaggedValueError,
     request_name,
 )
-from ragged.rules import (
-    INT64_MAX,
-    HasDtype,
-    HasNDim,
-    IsContiguous,
-    IsDense,
-    IsInteger,
-    OnDevice,
-    device_of,
-    dtype_name,
-    is_number,
-)
+from ragged.integers import is_number
+from ragged.rules import INT64_MAX, HasDtype, HasNDim, IsContiguous, IsDense, IsInteger, OnDevice, device_of, dtype_name
 
 Int64Array = npt.NDArray[np.int64]
 

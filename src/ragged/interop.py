@@ -8,7 +8,7 @@ import torch
 
 from ragged.convert import Int64Array
 from ragged.errors import RaggedTypeError, RaggedValueError
-from ragged.rules import as_int
+from ragged.integers import as_int
 
 
 def to_padded(

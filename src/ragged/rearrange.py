@@ -8,8 +8,9 @@ import numpy as np
 
 from ragged.convert import Int64Array
 from ragged.errors import RaggedValueError
+from ragged.integers import as_int
 from ragged.layout import RaggedLayout
-from ragged.rules import INT64_MAX, as_int
+from ragged.rules import INT64_MAX
 
 
 def select(layout: RaggedLayout, indices: Int64Array) -> RaggedLayout:

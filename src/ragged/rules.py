@@ -6,6 +6,7 @@ device), never elements, so applying them costs no device sync. numpy arrays and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
@@ -13,7 +14,7 @@ import attrs
 import numpy as np
 import torch
 
-from ragged.errors import RaggedError, RaggedOverflowError, RaggedTypeError, RaggedValueError, request_name
+from ragged.errors import RaggedError, RaggedTypeError, RaggedValueError
 
 Arrays = Mapping[str, Any]
 
@@ -153,20 +154,22 @@ class OnDevice:
 
 @attrs.frozen
 class IsContiguous:
-    """``argument``, 1-D, has unit stride."""
+    """``argument`` lies without gaps, row by row."""
 
     argument: str
 
     def broken(self, arrays: Arrays) -> RaggedError | None:
         array = arrays[self.argument]
         strides = strides_of(array)
-        if array.shape[0] < 2 or strides == (1,):
+        expected = tuple(math.prod(array.shape[axis + 1 :]) for axis in range(len(strides)))
+        facts = zip(array.shape, strides, expected, strict=True)
+        if 0 in array.shape or all(size < 2 or stride == wanted for size, stride, wanted in facts):
             return None
         return RaggedValueError(
             f"{self.argument} must be contiguous, got strides {strides}",
             argument=self.argument,
             got=strides,
-            bound=(1,),
+            bound=expected,
             hint=f"call .contiguous() on {self.argument}, or pass mode='coerce'",
         )
 
@@ -190,6 +193,36 @@ class HasOwnRows:
             bound=(columns, 1),
             hint=f"pass the table itself: a copy of {self.argument} would swallow the write",
         )
+
+
+@attrs.frozen
+class HasColumns:
+    """``argument``, 2-D, has so many columns."""
+
+    argument: str
+    columns: int
+
+    def broken(self, arrays: Arrays) -> RaggedError | None:
+        got = int(arrays[self.argument].shape[1])
+        if got == self.columns:
+            return None
+        says = f"{self.argument} must have {self.columns} columns, got {got}"
+        return RaggedValueError(says, argument=self.argument, got=got, bound=self.columns)
+
+
+@attrs.frozen
+class IsAligned:
+    """``argument`` begins at a multiple of so many bytes."""
+
+    argument: str
+    num_bytes: int
+
+    def broken(self, arrays: Arrays) -> RaggedError | None:
+        got = arrays[self.argument].data_ptr() % self.num_bytes
+        if got == 0:
+            return None
+        says = f"{self.argument} must be aligned to {self.num_bytes} bytes, got an address {got} beyond"
+        return RaggedValueError(says, argument=self.argument, got=got, bound=self.num_bytes)
 
 
 @attrs.frozen
@@ -259,29 +292,3 @@ def is_integer(array: Any) -> bool:
     if isinstance(array, np.ndarray):
         return array.dtype.kind in "iu"
     return dtype_name(array) in INTEGER_DTYPES
-
-
-def is_number(value: Any) -> bool:
-    """True for Python's and numpy's integer scalars; a bool or a time is none."""
-    return isinstance(value, int | np.integer) and not isinstance(value, bool | np.timedelta64)
-
-
-def as_int(
-    value: Any, argument: str, *, least: int | None = None, request: int | None = None, req_id: object = None
-) -> int:
-    """An integer argument as a Python int that fits int64 and is not below ``least``.
-
-    Raises: RaggedTypeError, RaggedOverflowError, RaggedValueError, in this order.
-    """
-    kind: type[RaggedError]
-    bound: int | None = None
-    if not is_number(value):
-        kind, says = RaggedTypeError, f"must be an int, got {type(value).__name__} {value!r}"
-    elif not -INT64_MAX - 1 <= value <= INT64_MAX:
-        kind, says, bound = RaggedOverflowError, f"must fit int64, got {value}", INT64_MAX
-    elif least is not None and value < least:
-        kind, says, bound = RaggedValueError, f"must be at least {least}, got {value}", least
-    else:
-        return int(value)
-    where = "" if request is None else f" at {request_name(request, req_id)}"
-    raise kind(f"{argument} {says}{where}", argument=argument, request=request, req_id=req_id, got=value, bound=bound)

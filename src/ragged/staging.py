@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from ragged.convert import Int64Array
-from ragged.errors import RaggedTypeError, RaggedValueError
-from ragged.rules import as_int
+from ragged.errors import RaggedError, RaggedTypeError, RaggedValueError
+from ragged.integers import as_int
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +89,7 @@ class StagingRing:
 
     def acquire(self, num_elements: int) -> Slot:
         """A writable slot of at least ``num_elements``; waits while its last copy is in flight."""
+        self._refuse_capture()
         index, self._next = self._next, (self._next + 1) % len(self._slots)
         slot = self._slots[index]
         if slot is not None and slot.copied is not None:
@@ -110,6 +111,7 @@ class StagingRing:
         """
         if self._on_host and into is not None:
             return into[: stop - start].copy_(torch.from_numpy(slot.array[start:stop]))
+        self._refuse_capture()
         if self._on_host:
             # The tensor's storage holds the array, so the array's reference count tells when the last view is gone.
             return torch.from_numpy(slot.array)[start:stop]
@@ -122,6 +124,15 @@ class StagingRing:
             slot.copied = torch.cuda.Event()
         slot.copied.record(current_stream(self.device))
         return target
+
+    def _refuse_capture(self) -> None:
+        """A copy in a CUDA graph would, at each replay, send what its slot holds by then."""
+        if not self._on_host and torch.cuda.is_current_stream_capturing():
+            raise RaggedError(
+                "host data cannot be sent while a CUDA graph is captured: a replay would send what the staging memory "
+                "holds by then",
+                hint="build the batch before the capture, and pass columns as tensors on the device",
+            )
 
     def _allocate(self, num_elements: int) -> Slot:
         """A power of two, so that batches that grow slowly do not reallocate at every step."""

@@ -7,7 +7,8 @@ import numpy as np
 
 from ragged.convert import Choice, Int64Array
 from ragged.errors import RaggedTypeError, RaggedValueError, request_name
-from ragged.rules import INT32_MAX, as_int
+from ragged.integers import as_int
+from ragged.rules import INT32_MAX
 
 PLACEHOLDER = -1
 """The token id that is not known yet; stored as -1, counted, never compared."""

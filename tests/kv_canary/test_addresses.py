@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kv_canary.kinds import COUNTER_LINES, COUNTERS, PHASES, STAMP_COLUMNS, STAMP_FIELDS, VIOLATION_COLUMNS
-from kv_canary.stamping import Checks, KVSource, Memory, Pooled
+from kv_canary.stamping import Checks, KVSource, Memory, Pooled, turns_of
 from ragged import Capacity, RaggedBatch
 
 pytest.importorskip("triton")
@@ -81,13 +81,14 @@ def test_of_the_canarys_kernels(launched: list[str], kind: str, full: bool) -> N
         torch.zeros(COUNTER_LINES, COUNTERS, dtype=torch.int64),
     )
     more = (torch.zeros(batch.num_reqs, dtype=torch.int64), slots, slots) if full else (None, None, None)
-    sources = (KVSource(torch.zeros(num_slots, 16, dtype=torch.uint8), 16),) if full else ()
+    kv = KVSource(torch.zeros(num_slots, 16, dtype=torch.uint8), 16)
+    turns = turns_of([kv] if full else [], None, num_slots, kv.tensor.device)
     pool = Pooled(torch.zeros(400, 8, dtype=torch.int32), torch.zeros(400, dtype=torch.int64)) if full else None
     stamps_triton.write(batch, slots, *more, memory, 1)
     table = torch.zeros(400, 8, dtype=torch.int32)
     checks = Checks(table, torch.arange(3), torch.full((3,), 8), 1 << 62, 1, 24)
-    stamps_triton.check(checks, pool, sources, memory, 1)
-    stamps_triton.sweep(torch.zeros(4, 3, dtype=torch.int64), sources, memory, 1)
+    stamps_triton.check(checks, pool, turns, memory, 1)
+    stamps_triton.sweep(torch.zeros(4, 3, dtype=torch.int64), turns, memory, 1)
     sums = [] if kind == "even" else ["sum_tiles"]
     hashes = ["gather_slots", "hash_kv"] if full else []
     swept = ["hash_kv", "check_triples"] if full else ["check_triples"]

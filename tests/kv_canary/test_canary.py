@@ -51,6 +51,15 @@ class Engine:
             self.table, rows, [self.lens[row] for row in rows], req_ids=[f"r{row}" for row in rows], **more
         )
 
+    def end_step(self) -> dict[str, int]:
+        """End a step; what was done in it."""
+        self.canary.step()
+        if self.device != "cpu":  # the counters of a step come with the next
+            torch.cuda.synchronize()
+            self.canary.step()
+        assert self.canary.last_steps is not None
+        return self.canary.last_steps.counts
+
     def found(self) -> list[tuple[tuple[str, ...], int, int]]:
         """Reasons, slot and position of what is new."""
         return [(v.reasons, v.slot, v.position) for v in self.canary.log.drain()]
@@ -80,6 +89,16 @@ def test_counters_say_how_much_was_really_compared(engine: Engine) -> None:
     engine.table[2, 0] = -1
     engine.verify(kv_sources=())
     assert engine.canary.counts() == {"chain": 3, "position": 3, "token": 0, "kv": 0, "written": 4, "skipped": 1}
+
+
+def test_counters_say_what_each_step_really_did(engine: Engine) -> None:
+    engine.feed(1, [5, 6, 7])
+    assert engine.end_step()["written"] == 3
+    for verified in (True, False, True):
+        if verified:
+            engine.verify()
+        counts = engine.end_step()
+        assert (counts["position"], counts["chain"], counts["written"]) == (3 * verified, 3 * verified, 0)
 
 
 def test_a_violation_says_what_an_engineer_looks_for_first(engine: Engine) -> None:
@@ -204,6 +223,20 @@ def test_the_bytes_of_a_slot_are_part_of_its_stamp(engine: Engine) -> None:
     assert engine.found() == [(("kv",), 2, 1)]
 
 
+@pytest.mark.parametrize("layer", range(3))
+def test_rotation_watches_every_layer_by_a_share_of_the_slots(target: Any, layer: int) -> None:
+    engine = Engine(target.device, backend=target.backend, kv_rotation=1)
+    layers = [engine.kv.clone() for _ in range(3)]
+    sources = [KVSource(kv, 16) for kv in layers]
+    slots = engine.feed(1, [5, 6, 7, 8, 9, 10], kv_sources=sources)
+    engine.verify(kv_sources=sources)
+    assert engine.found() == []
+    assert engine.canary.counts()["kv"] == 6
+    layers[layer][:, 3] ^= 1
+    engine.verify(kv_sources=sources)
+    assert sorted(slot for _, slot, _ in engine.found()) == [slot for slot in slots if slot % 3 == layer]
+
+
 def test_what_is_written_can_be_held_against_an_oracle(engine: Engine) -> None:
     engine.feed(1, [5, 6, 7], expected=[5, 9, -1])
     assert engine.found() == [(("write-input",), 2, 1)]
@@ -305,6 +338,26 @@ def test_bytes_that_are_no_words_are_refused_with_the_reason(options: dict[str, 
         KVSource(torch.zeros(1024, dtype=torch.uint8), 16, **options)
 
 
+@pytest.mark.parametrize(
+    ("stamps", "text"),
+    [
+        (torch.zeros(5, 4, dtype=torch.int32), "stamps must be int64, got torch.int32"),
+        (torch.zeros(5, dtype=torch.int64), "stamps must be 2-D, got shape (5,)"),
+        (torch.zeros(5, 3, dtype=torch.int64), "stamps must have 4 columns, got 3"),
+        (torch.zeros(5, 8, dtype=torch.int64)[:, :4], "stamps must be contiguous, got strides (8, 1)"),
+        (
+            torch.zeros(21, dtype=torch.int64)[1:].view(5, 4),
+            "stamps must be aligned to 16 bytes, got an address 8 beyond",
+        ),
+    ],
+    ids=["dtype", "dimensions", "columns", "strides", "alignment"],
+)
+def test_stamps_are_what_the_kernels_take_them_for(stamps: torch.Tensor, text: str) -> None:
+    with pytest.raises((RaggedTypeError, RaggedValueError), match=r"^kv-canary: ") as caught:
+        KVCanary(stamps)
+    assert str(caught.value) == f"kv-canary: {text}"
+
+
 def test_a_source_that_ends_before_the_last_slot_is_refused() -> None:
     engine = Engine()
     with pytest.raises(RaggedValueError, match=r"must hold 1024 bytes for 64 slots, got 1008"):
@@ -365,6 +418,7 @@ def test_a_replayed_graph_verifies_what_is_in_its_buffers_now() -> None:
         graph.replay()
         after = engine.canary.counts()
         assert [after[name] - before[name] for name in ("position", "chain", "token")] == [length] * 3
+        assert min(engine.end_step()[name] for name in ("position", "chain", "token")) > 0
     assert engine.found() == []
     pool.tokens[1, 3] = 77
     graph.replay()

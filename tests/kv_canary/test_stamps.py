@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_canary import backends, kinds, stamps_reference
-from kv_canary.stamping import Checks, KVSource, Memory, Pooled
+from kv_canary.stamping import Checks, KVSource, Memory, Pooled, Turn, turns_of
 from ragged import RaggedBatch
 
 POISON = -7
@@ -22,8 +22,9 @@ TINY: dict[str, Any] = {
     "WINDOW": 4,
     "PLAN_BLOCK": 4,
     "KV_TOKENS": 2,
-    "KV_WORDS": 4,
+    "KV_TURNS": 1,
     "SHAPES": ((1, 4, 1), (2, 2, 2)),
+    "LONG": 4,
     "TILE": 4,
 }
 
@@ -85,12 +86,12 @@ def steps(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-def sources_of(kv: torch.Tensor, number: int) -> tuple[KVSource, ...]:
+def turns_over(kv: torch.Tensor, number: int, rotation: int | None) -> tuple[Turn, ...]:
     made = (
         KVSource(kv, 16),
         KVSource(kv.view(torch.bfloat16)[4:], 24, page_size=4, page_stride=104, leading_bytes=16),
     )
-    return made[:number]
+    return turns_of(made[:number], rotation, 32, kv.device)
 
 
 @st.composite
@@ -125,9 +126,9 @@ def checks_of(drawn: dict[str, Any], device: str) -> tuple[Checks, Pooled | None
     return Checks(table, rows, at_lens, window, period, most), pool
 
 
-def write_both(target: Any, run: Any, step: dict[str, Any], sources: Any, sides: Any, launch: int) -> None:
+def write_both(target: Any, run: Any, step: dict[str, Any], turns: Any, sides: Any, launch: int) -> None:
     """The same step by a backend and by the reference."""
-    for side, device, module, own in zip(sides, (target.device, "cpu"), (run, stamps_reference), sources, strict=True):
+    for side, device, module, own in zip(sides, (target.device, "cpu"), (run, stamps_reference), turns, strict=True):
         side.memory.state[kinds.STATE_STEP] = launch
         if not step["tokens"]:
             continue
@@ -154,23 +155,29 @@ def write_both(target: Any, run: Any, step: dict[str, Any], sources: Any, sides:
     checked=tables(),
     triples=st.lists(st.tuples(SLOTS, SLOTS, st.integers(0, 5)), min_size=1, max_size=20),
     num_sources=st.integers(0, 2),
+    rotation=st.none() | st.just(1),
 )
 def test_every_backend_does_what_the_serial_walk_does(
-    target: Any, written: list[dict[str, Any]], checked: dict[str, Any], triples: Any, num_sources: int
+    target: Any,
+    written: list[dict[str, Any]],
+    checked: dict[str, Any],
+    triples: Any,
+    num_sources: int,
+    rotation: int | None,
 ) -> None:
     ours, oracle = Side(32, target.device), Side(32, "cpu")
     kv = torch.arange(32 * 32, dtype=torch.int64).mul(37).remainder(251).to(torch.uint8)
-    sources = sources_of(kv.to(target.device), num_sources), sources_of(kv, num_sources)
+    turns = turns_over(kv.to(target.device), num_sources, rotation), turns_over(kv, num_sources, rotation)
     with run_of(target) as run:
         for launch, step in enumerate(written, 1):
-            write_both(target, run, step, sources, (ours, oracle), launch)
+            write_both(target, run, step, turns, (ours, oracle), launch)
             assert ours.told() == oracle.told()
         for launch in range(10, 10 + checked["period"]):  # every phase
-            run.check(*checks_of(checked, target.device), sources[0], ours.memory, launch)
-            stamps_reference.check(*checks_of(checked, "cpu"), sources[1], oracle.memory, launch)
+            run.check(*checks_of(checked, target.device), turns[0], ours.memory, launch)
+            stamps_reference.check(*checks_of(checked, "cpu"), turns[1], oracle.memory, launch)
             assert ours.told() == oracle.told()
-        run.sweep(torch.tensor(triples, device=target.device), sources[0], ours.memory, 20)
-        stamps_reference.sweep(torch.tensor(triples), sources[1], oracle.memory, 20)
+        run.sweep(torch.tensor(triples, device=target.device), turns[0], ours.memory, 20)
+        stamps_reference.sweep(torch.tensor(triples), turns[1], oracle.memory, 20)
         assert ours.told() == oracle.told()
 
 

@@ -99,8 +99,9 @@ def test_a_captured_scatter_serves_every_content(target: Any, graph: Callable[[]
     pool = torch.full((MAX_REQS, MAX_LEN), -7, dtype=torch.int32, device=target.device)
     report = GuardReport.allocate(target.device)
     target.scatter(fill(builder, Model.of_lengths([2])), pool, report)  # compiled, and all buffers there
+    batch = builder.build()  # of nothing: it does not matter
     with captured.capture():
-        scatter(builder.build(), pool, report=report, backend=target.backend)  # of nothing: it does not matter
+        scatter(batch, pool, report=report, backend=target.backend)
     for lengths in ([8] * 9, [1], [], [0, 3, 0, 8], [1] * 9):
         model = Model.of_lengths(lengths)
         fill(builder, model)
@@ -141,9 +142,10 @@ def test_a_captured_verification_finds_what_is_wrong_when_it_is_replayed(target:
     log = ViolationLog.allocate(target.device)
     builder = RaggedBatchBuilder(device=target.device, capacity=CAPACITY, padding_row=0)
     pool.sync([(row, None, [10 * row + i for i in range(row)]) for row in range(1, 6)])
-    pool.verify(builder.build(), report=log)
+    batch = builder.build()
+    pool.verify(batch, report=log)
     with captured.capture():
-        pool.verify(builder.build(), report=log)
+        pool.verify(batch, report=log)
     for row in (5, 3):
         pool.tokens[row, 1] ^= 1
         builder.extend(range(1, 6), [[10 * row + i for i in range(row)] for row in range(1, 6)])

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ragged import RaggedError, RaggedOverflowError, RaggedTypeError, RaggedValueError
+from ragged.integers import as_int
 from ragged.rules import (
     HasDtype,
     HasLength,
@@ -17,7 +18,6 @@ from ragged.rules import (
     NoOverlap,
     OnDevice,
     apply,
-    as_int,
     extent_of,
     is_integer,
 )

@@ -7,10 +7,19 @@ import numpy as np
 import pytest
 import torch
 
-from ragged import RaggedBatch, RaggedBatchBuilder, RaggedTypeError, RaggedValueError, StagingRing
+from ragged import (
+    Capacity,
+    RaggedBatch,
+    RaggedBatchBuilder,
+    RaggedError,
+    RaggedTypeError,
+    RaggedValueError,
+    StagingRing,
+)
 from ragged.staging import resolve_device
 
 POISON = -0x0BAD_70CE
+HINT = "build the batch before the capture, and pass columns as tensors on the device"
 
 
 @pytest.mark.parametrize("name", ["cpu", "cpu:0", torch.device("cpu"), torch.device("cpu", 0)], ids=repr)
@@ -250,6 +259,28 @@ def test_fifty_batches_in_a_row_each_keep_their_own_data(busy: Any) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("waits", [True, False], ids=["our_ring", "a_naive_ring"])
+def test_a_ring_that_does_not_wait_would_send_another_steps_tokens(
+    busy: Any, monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
+    # Issue 5: the device lags 50 steps behind a ring of two slots. Without the wait the test above is no test.
+    if not waits:
+        monkeypatch.setattr(torch.cuda.Event, "synchronize", lambda event: None)
+    builder = RaggedBatchBuilder(device="cuda")
+    for _ in range(2):  # both slots exist
+        builder.add(1, [7] * 500)
+        builder.build()
+    torch.cuda.synchronize()
+    busy()
+    batches = []
+    for step in range(50):
+        builder.add(1, [step] * 500)
+        batches.append(builder.build())
+    own = [batch.token_ids.tolist() == [step] * 500 for step, batch in enumerate(batches)]
+    assert all(own) is waits
+
+
+@pytest.mark.gpu
 def test_a_batch_whose_copy_is_in_flight_survives_everything_that_its_builder_does_next(busy: Any) -> None:
     # Case 18.
     builder = RaggedBatchBuilder(device="cuda")
@@ -348,3 +379,16 @@ def test_a_device_that_is_not_there_is_named(refused: Any) -> None:
     text = f"device cuda:{count} is not available: there are {count}"
     with refused(RaggedValueError, text, argument="device", got=f"cuda:{count}", bound=count):
         RaggedBatchBuilder(device=f"cuda:{count}")
+
+
+@pytest.mark.gpu
+def test_what_comes_from_the_host_is_refused_while_a_graph_is_captured(refused: Any) -> None:
+    # The graph would hold a copy from the slot, and send whatever a later batch had put there.
+    builder = RaggedBatchBuilder(device="cuda", capacity=Capacity(4, 10), padding_row=0)
+    builder.build()
+    builder.extend([1], [[5, 6]])
+    torch.cuda.synchronize()
+    says = "host data cannot be sent while a CUDA graph is captured: a replay would send what the staging memory holds "
+    with torch.cuda.graph(torch.cuda.CUDAGraph()), refused(RaggedError, says + "by then", note=HINT):
+        builder.build()
+    assert builder.build().token_ids.tolist() == [5, 6]

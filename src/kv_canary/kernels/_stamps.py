@@ -55,6 +55,33 @@ def load_field(stamps_ptr, slots, mask, FIELD: tl.constexpr):
 
 
 @triton.jit
+def load_stamps(stamps_ptr, slots, mask):
+    """Token, position, chain hash and KV hash of each slot's stamp; slots are [BLOCK] int64.
+
+    A stamp is one sector of 32 bytes; neighbouring lanes load it together, once. Field by field, of 2.1 million slots
+    at random, check_requests took 83 us on an H200: L1 looks a line up for every lane of every load.
+    """
+    lines = tl.where(mask, slots, 0)[:, None] * FIELDS + tl.arange(0, FIELDS)[None, :]  # [BLOCK, FIELDS] int64
+    stamps = tl.load(stamps_ptr + lines, mask=mask[:, None], other=0)  # [BLOCK, FIELDS] int64
+    even, odd = tl.split(tl.reshape(stamps, (slots.shape[0], 2, 2)))
+    token_ids, chains = tl.split(even)
+    positions, kv_hashes = tl.split(odd)
+    return token_ids, positions, chains, kv_hashes
+
+
+@triton.jit
+def store_stamps(stamps_ptr, slots, mask, token_ids, positions, chains, kv_hashes):
+    """Stamps of slots, all [REQUESTS, COLUMNS] int64, a sector of 32 bytes at a time.
+
+    Field by field, 256 x 8192 took 284 us on an H200, an index_copy_ of as many 75.
+    """
+    shape: tl.constexpr = (slots.shape[0], slots.shape[1], FIELDS)
+    stamps = tl.reshape(tl.join(tl.join(token_ids, chains), tl.join(positions, kv_hashes)), shape)
+    lines = tl.where(mask, slots, 0)[:, :, None] * FIELDS + tl.arange(0, FIELDS)[None, None, :]
+    tl.store(stamps_ptr + lines, stamps, mask=mask[:, :, None])
+
+
+@triton.jit
 def chain_behind(stamps_ptr, slots, mask):
     """The chain hash that follows each slot's own."""
     token_ids = load_field(stamps_ptr, slots, mask, TOKEN)
@@ -88,11 +115,25 @@ def note(
 
 
 @triton.jit
-def add_counter(counters_ptr, program, COUNTER: tl.constexpr, mask):
-    """Count the lanes of a vector."""
-    amount = tl.sum(mask.to(tl.int64), axis=0)
+def count_lanes(counters_ptr, program, position, chain, token, kv, skipped):
+    """Count the lanes of five masks [BLOCK], BLOCK below 4096, each into its counter."""
+    # By one reduction, a field of 12 bits each: five would be ten barriers.
+    packed = position.to(tl.int64) + (chain.to(tl.int64) << 12) + (token.to(tl.int64) << 24)
+    packed = tl.sum(packed + (kv.to(tl.int64) << 36) + (skipped.to(tl.int64) << 48), axis=0)
+    line = counters_ptr + program % COUNTER_LINES * COUNTERS
+    add_counter(line + COMPARED_POSITION, packed)
+    add_counter(line + COMPARED_CHAIN, packed >> 12)
+    add_counter(line + COMPARED_TOKEN, packed >> 24)
+    add_counter(line + COMPARED_KV, packed >> 36)
+    add_counter(line + SKIPPED, packed >> 48)
+
+
+@triton.jit
+def add_counter(counter_ptr, packed):
+    """Add the lowest field."""
+    amount = packed & 0xFFF
     if amount > 0:
-        tl.atomic_add(counters_ptr + program % COUNTER_LINES * COUNTERS + COUNTER, amount)
+        tl.atomic_add(counter_ptr, amount, sem="relaxed")
 
 
 @triton.jit
@@ -106,26 +147,20 @@ def check_stamps(
     """
     here = inside & slot_ok(slots, num_slots)
     outside = inside & slot_bad(slots, num_slots)
-    token_ids = load_field(stamps_ptr, slots, here, TOKEN)  # [BLOCK] int64
-    stored = load_field(stamps_ptr, slots, here, POSITION)  # [BLOCK] int64
-    chains = load_field(stamps_ptr, slots, here, CHAIN)  # [BLOCK] int64
     known = here & follows & (positions > 0) & slot_ok(before, num_slots)
-    expected = tl.where(positions > 0, chain_behind(stamps_ptr, before, known), ANCHOR)
+    token_ids, stored, chains, hashes = load_stamps(stamps_ptr, slots, here)  # [BLOCK] int64 each
+    tokens_before, positions_before, chains_before, _ = load_stamps(stamps_ptr, before, known)  # [BLOCK] int64 each
+    expected = tl.where(positions > 0, chains_before + mix(tokens_before, positions_before), ANCHOR)
     chained = known | (here & follows & (positions == 0))
     told = here & has_token & (token_ids != PLACEHOLDER)
 
     bits = tl.where(chained & (chains != expected), CHAIN_BIT, 0) + tl.where(stored != positions, POSITION_BIT, 0)
     bits += tl.where(told & (token_ids != expected_tokens), TOKEN_BIT, 0)
     if HAS_KV:
-        hashes = load_field(stamps_ptr, slots, here, KV)  # [BLOCK] int64
         bits += tl.where(hashes != kv_hashes, KV_BIT, 0)
-        add_counter(counters_ptr, program, COMPARED_KV, here)
     bits = tl.where(here, bits, tl.where(outside, SLOT_BIT, 0)).to(tl.int64)
 
-    add_counter(counters_ptr, program, COMPARED_POSITION, here)
-    add_counter(counters_ptr, program, COMPARED_CHAIN, chained)
-    add_counter(counters_ptr, program, COMPARED_TOKEN, told)
-    add_counter(counters_ptr, program, SKIPPED, inside & ~here)
+    count_lanes(counters_ptr, program, here, chained, told, here & HAS_KV, inside & ~here)
     if tl.max(bits, axis=0) > 0:
         found, wanted = chains, tl.where(chained, expected, 0)
         if HAS_KV:

@@ -12,19 +12,15 @@ from kv_canary.kernels._guards import offsets_ok, tile_ok
 from kv_canary.kernels._mix import mix, mix_words
 from kv_canary.kernels._stamps import (
     ANCHOR,
-    CHAIN,
     COUNTER_LINES,
     COUNTERS,
-    FIELDS,
-    KV,
-    POSITION,
     SLOT_BIT,
-    TOKEN,
     WRITTEN,
     chain_behind,
     note,
     slot_bad,
     slot_ok,
+    store_stamps,
 )
 
 WRITE_INPUT = tl.constexpr(kinds.WRITE_INPUT)
@@ -32,10 +28,12 @@ PLACEHOLDER = tl.constexpr(kinds.PLACEHOLDER)
 SIZES = ["num_tokens", "num_reqs", "column_tiles", "num_slots", "capacity", "launch"]
 POINTERS = [
     "flat_ptr", "offsets_ptr", "prefix_lens_ptr", "rows_ptr", "tiles_ptr", "slots_ptr", "seeds_ptr", "kv_ptr",
-    "expected_ptr", "sums_ptr", "stamps_ptr", "log_ptr", "state_ptr", "counters_ptr",
+    "expected_ptr", "sums_ptr", "log_ptr", "state_ptr", "counters_ptr",
 ]  # fmt: skip
-"""Nothing specialises: no batch size and no alignment compiles anew."""
-KV_SIZES = ["num_items", "num_slots", "page_size", "page_stride", "token_stride", "num_words", "source"]
+"""Nothing specialises: no batch size and no alignment compiles anew. Stamps are always aligned to 16 bytes."""
+KV_SIZES = ["num_items", "num_slots", "page_stride", "token_stride", "num_words", "source", "among", "share"]
+LANES = tl.constexpr(32)
+"""Lanes of a warp."""
 SUMS = tl.constexpr(256)
 """Tile sums that one load adds up."""
 
@@ -122,16 +120,12 @@ def write_stamps(
 
     # store
     stamped = owned & slot_ok(slots, num_slots)
-    line = stamps_ptr + tl.where(stamped, slots, 0) * FIELDS
-    tl.store(line + TOKEN, token_ids, mask=stamped)
-    tl.store(line + POSITION, positions, mask=stamped)
-    tl.store(line + CHAIN, chains, mask=stamped)
     hashes = tl.zeros_like(slots)
     if HAS_KV:
         hashes = tl.load(kv_ptr + at, mask=stamped, other=0)  # [REQUESTS, COLUMNS] int64
-    tl.store(line + KV, hashes, mask=stamped)
+    store_stamps(stamps_ptr, slots, stamped, token_ids, tl.broadcast_to(positions, slots.shape), chains, hashes)
     written = tl.sum(tl.sum(stamped.to(tl.int64), axis=1), axis=0)
-    tl.atomic_add(counters_ptr + program % COUNTER_LINES * COUNTERS + WRITTEN, written)
+    tl.atomic_add(counters_ptr + program % COUNTER_LINES * COUNTERS + WRITTEN, written, sem="relaxed")
 
     # report
     wanted = tl.zeros_like(token_ids) - 1
@@ -163,24 +157,33 @@ def write_stamps(
 @triton.jit(do_not_specialize=KV_SIZES, do_not_specialize_on_alignment=["slots_ptr", "kv_ptr", "out_ptr"])
 def hash_kv(
     slots_ptr, kv_ptr, out_ptr,
-    num_items: tl.int64, num_slots: tl.int64, page_size: tl.int64, page_stride: tl.int64, token_stride: tl.int64,
-    num_words: tl.int64, source: tl.int64, TOKENS: tl.constexpr, WORDS: tl.constexpr,
+    num_items: tl.int64, num_slots: tl.int64, page_stride: tl.int64, token_stride: tl.int64,
+    num_words: tl.int64, source: tl.int64, among: tl.int64, share: tl.int64,
+    PAGE_SIZE: tl.constexpr, ROTATES: tl.constexpr, TOKENS: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
-    """``out[i] += `` the hash of the first ``num_words`` words of slot i's KV; strides in words of 8 bytes."""
+    """``out[i] += `` the hash of the first ``num_words`` words of slot i's KV; strides in words of 8 bytes.
+
+    PAGE_SIZE is a constant: dividing int64 by a number that is not costs as much as hashing a quarter of a KiB.
+    """
     items = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)  # [TOKENS] int64
     inside = items < num_items
     slots = tl.load(slots_ptr + items, mask=inside, other=-1)  # [TOKENS] int64
     here = inside & slot_ok(slots, num_slots)
     slots = tl.where(here, slots, 0)
-    line = slots // page_size * page_stride + slots % page_size * token_stride  # [TOKENS] int64
-    total = tl.zeros([TOKENS], dtype=tl.int64)
+    if ROTATES:  # only the slots whose turn it is, as in stamping.Turn
+        here = here & (((source - slots) % among + among) % among < share)
+    line = slots // PAGE_SIZE * page_stride + slots % PAGE_SIZE * token_stride  # [TOKENS] int64
+    # A warp takes whole tokens, its lanes neighbouring words, each lane TURNS of them at a time: one sum over lanes.
+    totals = tl.zeros([TOKENS, LANES], dtype=tl.int64)
+    lanes = tl.arange(0, TURNS)[None, :, None] * LANES + tl.arange(0, LANES)[None, None, :]  # [1, TURNS, LANES] int32
     first = tl.zeros([], dtype=tl.int64)
     while first < num_words:
-        places = first + tl.arange(0, WORDS)[None, :]  # [1, WORDS] int64
-        mask = here[:, None] & (places < num_words)
-        words = tl.load(kv_ptr + line[:, None] + places, mask=mask, other=0)  # [TOKENS, WORDS] int64
-        total += tl.sum(tl.where(mask, mix_words(words, places + 1), 0), axis=1)
-        first += WORDS
+        places = first + lanes  # [1, TURNS, LANES] int64
+        mask = here[:, None, None] & (places < num_words)
+        words = tl.load(kv_ptr + line[:, None, None] + places, mask=mask, other=0)  # [TOKENS, TURNS, LANES] int64
+        totals += tl.sum(tl.where(mask, mix_words(words, places + 1), 0), axis=1)
+        first += TURNS * LANES
+    total = tl.sum(totals, axis=1)  # [TOKENS] int64
     before = tl.load(out_ptr + items, mask=inside, other=0)  # [TOKENS] int64
     folded = mix_words(total, tl.zeros_like(total) + source + 1)
     tl.store(out_ptr + items, before + tl.where(here, folded, 0), mask=inside)

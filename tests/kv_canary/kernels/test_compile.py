@@ -55,7 +55,7 @@ VARIANTS = {
         STAMPS | {"LISTED": True, "PARTS": True, "SEEDED": False, "HAS_KV": False, "EXPECTED": False, "REQUESTS": 1},
     ),
     "stamps-sums": (stamp_kernels.sum_tiles, {"LISTED": False, "REQUESTS": 1, "COLUMNS": 1024}),
-    "hash-kv": (stamp_kernels.hash_kv, {"TOKENS": 16, "WORDS": 128}),
+    "hash-kv": (stamp_kernels.hash_kv, {"PAGE_SIZE": 48, "ROTATES": True, "TOKENS": 16, "TURNS": 4}),
     "plan": (check_kernels.plan_checks, {"BLOCK": 1024}),
     "gather": (check_kernels.gather_slots, {"BLOCK": 256, "WINDOW": 256}),
     "check": (check_kernels.check_requests, CHECKS),
