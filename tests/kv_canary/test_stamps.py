@@ -19,6 +19,8 @@ WIDTH = 12
 MAX_REQS = 6
 TINY: dict[str, Any] = {
     "BLOCK": 8,
+    "TURNS": 2,
+    "MANY": 20,
     "WINDOW": 4,
     "PLAN_BLOCK": 4,
     "KV_TOKENS": 2,

@@ -115,11 +115,16 @@ def note(
 
 
 @triton.jit
-def count_lanes(counters_ptr, program, position, chain, token, kv, skipped):
-    """Count the lanes of five masks [BLOCK], BLOCK below 4096, each into its counter."""
-    # By one reduction, a field of 12 bits each: five would be ten barriers.
+def pack_counts(position, chain, token, kv, skipped):
+    """Five masks [BLOCK] as one int64, 12 bits for each: one reduction counts them all, five are ten barriers."""
     packed = position.to(tl.int64) + (chain.to(tl.int64) << 12) + (token.to(tl.int64) << 24)
-    packed = tl.sum(packed + (kv.to(tl.int64) << 36) + (skipped.to(tl.int64) << 48), axis=0)
+    return packed + (kv.to(tl.int64) << 36) + (skipped.to(tl.int64) << 48)
+
+
+@triton.jit
+def add_counts(counters_ptr, program, counts):
+    """Add what ``pack_counts`` gave, [BLOCK] int64, each below 4096 in all, to the counters."""
+    packed = tl.sum(counts, axis=0)
     line = counters_ptr + program % COUNTER_LINES * COUNTERS
     add_counter(line + COMPARED_POSITION, packed)
     add_counter(line + COMPARED_CHAIN, packed >> 12)
@@ -138,10 +143,10 @@ def add_counter(counter_ptr, packed):
 
 @triton.jit
 def check_stamps(
-    stamps_ptr, log_ptr, state_ptr, counters_ptr, program, num_slots, capacity, launch, inside, request, row, slots,
-    positions, before, follows, expected_tokens, has_token, kv_hashes, HAS_KV: tl.constexpr,
+    stamps_ptr, log_ptr, state_ptr, num_slots, capacity, launch, inside, request, row, slots, positions, before,
+    follows, expected_tokens, has_token, kv_hashes, HAS_KV: tl.constexpr,
 ):  # fmt: skip
-    """Hold the stamps of ``slots`` against what they must be; all vectors are [BLOCK], int64 or masks.
+    """Hold the stamps of ``slots`` against what they must be; all vectors are [BLOCK], int64 or masks. Returns counts.
 
     before: the predecessor's slot; follows: the chain is compared, with it or, at position 0, with the anchor.
     """
@@ -160,7 +165,6 @@ def check_stamps(
         bits += tl.where(hashes != kv_hashes, KV_BIT, 0)
     bits = tl.where(here, bits, tl.where(outside, SLOT_BIT, 0)).to(tl.int64)
 
-    count_lanes(counters_ptr, program, here, chained, told, here & HAS_KV, inside & ~here)
     if tl.max(bits, axis=0) > 0:
         found, wanted = chains, tl.where(chained, expected, 0)
         if HAS_KV:
@@ -171,3 +175,4 @@ def check_stamps(
             tl.where(here, token_ids, -1), tl.where(told, expected_tokens, -1), found, wanted,
             tl.where(here, stored, -1),
         )  # fmt: skip
+    return pack_counts(here, chained, told, here & HAS_KV, inside & ~here)

@@ -34,7 +34,7 @@ STAMPS = {
     "REQUESTS": 16,
     "COLUMNS": 16,
 }
-CHECKS = {"HAS_POOL": True, "HAS_KV": True, "BLOCK": 256, "WINDOW": 256}
+CHECKS = {"HAS_POOL": True, "HAS_KV": True, "BLOCK": 256, "TURNS": 4, "WINDOW": 256}
 HOPPER = GPUTarget("cuda", 90, 32)
 INT32_MAX = 2**31 - 1
 VARIANTS = {
