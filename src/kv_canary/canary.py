@@ -22,7 +22,7 @@ from kv_canary.vitals import EXTRA_LINES, Vitals
 from ragged import RaggedBatch, RaggedTypeError
 from ragged.errors import refuses
 from ragged.integers import as_int
-from ragged.rules import HasColumns, HasLength, HasOwnRows, OnDevice, apply
+from ragged.rules import HasColumns, HasLength, HasOwnRows, IsContiguous, apply
 from ragged.staging import resolve_device
 
 RING_CAPACITY = 1024
@@ -91,7 +91,7 @@ class KVCanary:
         age = None if max_age is None else as_int(max_age, "max_age", least=1)
         self._vitals = Vitals(self._memory, self.log, has_pool=pool is not None, max_age=age)
         self._owners = Owners()
-        self._longest = 0
+        self._bounds = np.zeros(1, dtype=np.int64)  # positions of each request that was verified last
 
     @classmethod
     @refuses
@@ -157,7 +157,7 @@ class KVCanary:
         if not isinstance(batch, RaggedBatch):
             got = type(batch).__name__
             raise RaggedTypeError(f"{POOL}batch must be a RaggedBatch, got {got}", argument="batch", got=got)
-        apply([OnDevice("batch", "the canary", lambda _: self.device)], {"batch": batch.packed}, where=POOL)
+        self._intake.check(batch.packed, "batch", IsContiguous, "int64", ndim=1)
         layout, num_tokens = batch.layout, batch.num_tokens
         given = [Column(out_cache_loc, "out_cache_loc", num_tokens, "num_tokens")]
         if seed_slots is None:
@@ -212,7 +212,7 @@ class KVCanary:
         Raises: RaggedTypeError, RaggedValueError; also for a budget below the number of requests.
         """
         kind = "int64" if isinstance(req_to_token, torch.Tensor) and req_to_token.dtype is torch.int64 else "int32"
-        self._intake.check(req_to_token, HasOwnRows("req_to_token"), kind, ndim=2)
+        self._intake.check(req_to_token, "req_to_token", HasOwnRows, kind, ndim=2)
         turns = self._turns(kv_sources)
         (own, _), (lens, host_lens) = self._intake.columns(Column(rows, "rows"), Column(seq_lens, "seq_lens"))
         num_reqs = own.shape[0]
@@ -224,7 +224,7 @@ class KVCanary:
             return 1
         longest = min(window, req_to_token.shape[1])
         bounds = np.full(num_reqs, longest) if host_lens is None else np.minimum(np.maximum(host_lens, 0), longest)
-        self._longest = int(bounds.max())
+        self._bounds = bounds
         period, most = period_of(bounds, None if budget is None else as_int(budget, "budget", least=1))
         checks = Checks(req_to_token, own, lens, window, period, most)
         launch = self.log.begin(Known(tag, None if req_ids is None else tuple(req_ids)), most)
@@ -243,7 +243,7 @@ class KVCanary:
         turns = self._turns(kv_sources)
         if not isinstance(slots, torch.Tensor):
             slots = torch.from_numpy(np.array(slots, dtype=np.int64).reshape(-1, 3)).to(self.device)
-        self._intake.check(slots, HasOwnRows("slots"), "int64", ndim=2)
+        self._intake.check(slots, "slots", HasOwnRows, "int64", ndim=2)
         apply([HasColumns("slots", 3)], {"slots": slots}, where=POOL)
         if slots.shape[0]:
             launch = self.log.begin(Known(tag, None), slots.shape[0])
@@ -286,11 +286,11 @@ class KVCanary:
 
         Of the requests of the last ``verify``. Under a budget with period k and one call a step it is at most k.
         """
-        return self._vitals.coverage(self.step_number, self._longest)
+        return self._vitals.coverage(self.step_number, int(self._bounds.max()))
 
     def health(self) -> Health:
         """Whether the canary is alive: a canary that checks nothing is always clean. Syncs."""
-        return self._vitals.health(self.step_number, self._longest)
+        return self._vitals.health(self.step_number, int(self._bounds.max()))
 
     def _turns(self, kv_sources: Sequence[KVSource]) -> tuple[Turn, ...]:
         return turns_of(kv_sources, self._rotation, self.num_slots, self.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,28 +45,25 @@ class Intake:
 
         Raises: RaggedTypeError, RaggedValueError.
         """
-        hosts = [self._host(column) for column in given]
-        total = sum(len(host) for host in hosts if host is not None)
-        if total == 0:
-            nothing = torch.empty(0, dtype=torch.int64, device=self.device)
-            return [Taken(c.value if h is None else nothing, h) for c, h in zip(given, hosts, strict=True)]
-        slot, end = self._ring.acquire(total), 0
-        for host in hosts:
+        taken, hosts = [], []
+        for column in given:
+            host = self._host(column)
+            taken.append(Taken(column.value, host))
             if host is not None:
-                slot.array[end : end + len(host)] = host
-                end += len(host)
-        sent, taken, begin = self._ring.send(slot, 0, total), [], 0
-        for column, host in zip(given, hosts, strict=True):
-            length = 0 if host is None else len(host)
-            taken.append(Taken(column.value if host is None else sent[begin : begin + length], host))
-            begin += length
-        return taken
+                hosts.append(host)
+        if not hosts:
+            return taken
+        whole = hosts[0] if len(hosts) == 1 else np.concatenate(hosts)
+        slot = self._ring.acquire(len(whole))
+        slot.array[: len(whole)] = whole
+        sent = iter(self._ring.send(slot, 0, len(whole)).split_with_sizes(list(map(len, hosts))))
+        return [each if each.host is None else Taken(next(sent), each.host) for each in taken]
 
     def _host(self, column: Column) -> Int64Array | None:
         """The host's integers; None for a tensor that is on the device already."""
         value, host = column.value, None
         if isinstance(value, torch.Tensor) and value.device == self.device:
-            self.check(value, IsContiguous(column.name), "int64", ndim=1)
+            self.check(value, column.name, IsContiguous, "int64", ndim=1)
         else:
             value = host = Converter(Mode.STRICT).host(value, column.name)
         if column.length is not None and value.shape[0] != column.length:
@@ -73,18 +71,18 @@ class Intake:
             apply([rule], {column.name: value}, where=POOL)
         return host
 
-    def check(self, tensor: Any, strides: Rule, dtype: str, ndim: int) -> None:
-        """A dense tensor of this kind on the canary's device, once for all that look alike; ``strides`` names it."""
-        name = strides.argument
+    def check(self, tensor: Any, name: str, strides: Callable[[str], Rule], dtype: str, ndim: int) -> None:
+        """A dense tensor of this kind on the canary's device; once for all that look alike."""
         if not isinstance(tensor, torch.Tensor):
             got = type(tensor).__name__
             raise RaggedTypeError(f"{POOL}{name} must be a tensor, got {got}", argument=name, got=got)
-        is_dense = tensor.layout is torch.strided and not tensor.is_nested
-        looks = (strides, dtype, tensor.dtype, tensor.shape, tensor.stride(), tensor.device) if is_dense else None
-        if looks is not None and looks in self._accepted:
-            return
+        looks = None
+        if tensor.layout is torch.strided and not tensor.is_nested:
+            looks = (strides, dtype, ndim, tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
+            if looks in self._accepted:
+                return
         on_device = OnDevice(name, "the canary", lambda _: self.device)
-        rules: list[Rule] = [IsDense(name), HasNDim(name, ndim), HasDtype(name, dtype), on_device, strides]
+        rules: list[Rule] = [IsDense(name), HasNDim(name, ndim), HasDtype(name, dtype), on_device, strides(name)]
         apply(rules, {name: tensor}, where=POOL)
         if looks is not None:
             if len(self._accepted) >= ACCEPTED_KEPT:
@@ -115,11 +113,11 @@ def period_of(bounds: Int64Array, budget: int | None) -> tuple[int, int]:
 
     ``bounds``: int64 ``[num_reqs]``, positions of each request. Raises: RaggedValueError where no period will do.
     """
-    most = int(bounds.sum(dtype=np.int64))
+    most = int(np.add.reduce(bounds))
     if budget is None or most <= budget:
         return 1, most
     period = min(1 << (-(-most // budget) - 1).bit_length(), kinds.PHASES)  # no smaller one will do
-    while (most := int((-(-bounds // period)).sum(dtype=np.int64))) > budget:
+    while (most := int(np.add.reduce((bounds + (period - 1)) // period))) > budget:
         if period == kinds.PHASES:
             raise RaggedValueError(
                 f"{POOL}budget must be at least {most} for these requests, got {budget}",

@@ -109,7 +109,7 @@ def check(checks: Checks, pool: Pooled | None, turns: tuple[Turn, ...], memory: 
     """See ``stamps_torch.check``. Two launches, and two more, with one a source, for KV bytes."""
     table, rows, lens, num_reqs = checks.table, checks.rows, checks.lens, checks.rows.shape[0]
     capacity, num_slots, shift = memory.log.shape[0] - 1, memory.stamps.shape[0], checks.period.bit_length() - 1
-    plan = torch.empty(2 * (num_reqs + 1), dtype=torch.int64, device=table.device)
+    plan = rows.new_empty(2 * (num_reqs + 1))
     planned = (rows, lens, plan, memory.state, memory.log)
     _launch(
         checking.plan_checks,
