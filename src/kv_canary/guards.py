@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kv_canary.kinds import STAMP_FIELDS
+from kv_canary.kinds import STAMP_FIELDS, VIOLATION_COLUMNS
 from ragged import Mode, RaggedError
 from ragged.convert import Coercion, Converter
 from ragged.rules import (
@@ -119,6 +119,24 @@ def check_scatter(arrays: dict[str, Any], mode: Mode) -> tuple[dict[str, Any], l
     if prefix:
         apply(PREFIX_OURS, arrays, where=SCATTER)
     return arrays, coercions
+
+
+VERIFY: list[Rule] = [
+    *DIMENSIONS,
+    *PREFIX_DIMENSIONS,
+    *DTYPES,
+    *LENGTHS,
+    *PREFIX,
+    *OURS,
+    *PREFIX_OURS,
+    *(rule for name in ("valid_lens", "log") for rule in (IsDense(name), HasDtype(name), IsContiguous(name))),
+    HasNDim("valid_lens", 1),
+    HasLength("valid_lens", "max_reqs", lambda arrays: int(arrays["pool_out"].shape[0])),
+    HasNDim("log", 2),
+    HasColumns("log", VIOLATION_COLUMNS),
+    *(OnDevice(name, "pool_out", _pool_device) for name in ("valid_lens", "log")),
+]
+"""What a verification of plain tensors needs: a scatter's inputs, valid lengths, and a log's table."""
 
 
 def _converted(arrays: Arrays, names: Sequence[str], convert: Converter) -> dict[str, Any]:

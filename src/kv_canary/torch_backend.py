@@ -8,6 +8,7 @@ import torch
 
 from kv_canary import kinds
 from ragged import RaggedBatch
+from ragged.packing import Views
 
 
 @torch.inference_mode()  # so that a pool made in inference mode and one made outside are written alike
@@ -80,7 +81,12 @@ def set_valid_lens(batch: RaggedBatch, max_context_len: int, valid_lens: torch.T
 
 @torch.inference_mode()
 def verify_batch(
-    batch: RaggedBatch, pool: torch.Tensor, valid_lens: torch.Tensor, log: torch.Tensor, launch: int, exact: bool
+    batch: RaggedBatch | Views,
+    pool: torch.Tensor,
+    valid_lens: torch.Tensor,
+    log: torch.Tensor,
+    launch: int,
+    exact: bool,
 ) -> None:
     """See ``TokenPool.verify``; ``log`` is int64 ``[1 + capacity, VIOLATION_COLUMNS]``. On CUDA this backend syncs."""
     max_context_len = pool.shape[1]
@@ -112,14 +118,18 @@ def verify_batch(
         _add_violations(log, launch, kinds.LENGTH, good & (valid > last), requests, rows, last, last, valid)
 
 
-def _good_offsets(batch: RaggedBatch) -> torch.Tensor:
+verify_views = verify_batch
+"""The same of tensors whose lengths the host does not know."""
+
+
+def _good_offsets(batch: RaggedBatch | Views) -> torch.Tensor:
     """bool ``[num_reqs]``: offsets that can be followed."""
     starts, ends = batch.offsets[:-1], batch.offsets[1:]
     first = torch.arange(batch.num_reqs, dtype=torch.int64, device=starts.device) == 0
     return (starts >= 0) & (ends >= starts) & (ends <= batch.num_tokens) & (~first | (starts == 0))
 
 
-def _followed(batch: RaggedBatch, pool_shape: Sequence[int]) -> torch.Tensor:
+def _followed(batch: RaggedBatch | Views, pool_shape: Sequence[int]) -> torch.Tensor:
     """bool ``[num_reqs]``: requests whose offsets, row and prefix all lead inside."""
     rows, prefixes = batch.req_pool_indices, batch.prefix_lens
     inside = (rows >= 0) & (rows < pool_shape[0]) & (prefixes >= 0) & (prefixes <= pool_shape[1])

@@ -8,7 +8,8 @@ from kv_canary import launching
 from kv_canary.kernels import scatter as kernels
 from kv_canary.kernels import verify as verify_kernels
 from ragged import RaggedBatch, RaggedLayout
-from ragged.packing import addresses, static_tokens
+from ragged.header import Starts
+from ragged.packing import Views, addresses, static_tokens
 from ragged.tiles import TILE
 
 FLAT = ((65_536, 256, 256), (1 << 62, 512, 64))
@@ -111,46 +112,47 @@ def verify_batch(
     layout = batch.layout
     # Not batch.token_ids: of a batch that is empty now it has no address, and a graph is replayed with the next.
     token_ids = batch.token_ids if layout.bounds.capacity is None else static_tokens(batch.packed, layout)
-    num_tokens = token_ids.shape[0]
-    programs, column_tiles, requests, columns = _grid(layout, min(num_tokens, pool.shape[1]))
-    max_reqs, max_context_len = pool.shape
+    grid = _grid(layout, min(token_ids.shape[0], pool.shape[1]))
+    views = Views(batch.offsets, batch.req_pool_indices, batch.prefix_lens, batch.tiles, token_ids)
     at = addresses(batch.packed, layout, batch.device_tokens)
+    _verify(views, at, grid, pool, valid_lens, log, launch, exact)
+
+
+def verify_views(
+    views: Views, pool: torch.Tensor, valid_lens: torch.Tensor, log: torch.Tensor, launch: int, exact: bool
+) -> None:
+    """The same of tensors whose lengths the host does not know: tiles for requests as long as they may be."""
+    max_len = min(views.num_tokens, pool.shape[1])
+    requests, columns = _tile(max_len)
+    column_tiles = max(_cdiv(max_len, columns), 1)
+    grid = (_cdiv(views.num_reqs, requests) * column_tiles, column_tiles, requests, columns)
+    at = Starts(*(tensor.data_ptr() for tensor in views))
+    _verify(views, at, grid, pool, valid_lens, log, launch, exact)
+
+
+def _verify(
+    views: Views,
+    at: Starts,
+    grid: tuple[int, int, int, int],
+    pool: torch.Tensor,
+    valid_lens: torch.Tensor,
+    log: torch.Tensor,
+    launch: int,
+    exact: bool,
+) -> None:
+    programs, column_tiles, requests, columns = grid
+    max_reqs, max_context_len = pool.shape
+    tensors = (views.token_ids, views.offsets, views.req_pool_indices, views.prefix_lens, pool, valid_lens, log)
+    mine = (pool.data_ptr(), valid_lens.data_ptr(), log.data_ptr())
+    sizes = (views.num_tokens, views.num_reqs, max_reqs, max_context_len, pool.stride(0), launch)
     launching.launch(
         verify_kernels.verify_tiles,
         pool.device,
-        programs + _cdiv(layout.num_reqs, REQUEST_BLOCK),
-        lambda: (
-            token_ids,
-            batch.offsets,
-            batch.req_pool_indices,
-            batch.prefix_lens,
-            pool,
-            valid_lens,
-            log,
-            batch.tiles,
-        ),
-        (
-            at.token_ids,
-            at.offsets,
-            at.req_pool_indices,
-            at.prefix_lens,
-            pool.data_ptr(),
-            valid_lens.data_ptr(),
-            log.data_ptr(),
-            at.tiles,
-        ),
-        (
-            num_tokens,
-            layout.num_reqs,
-            max_reqs,
-            max_context_len,
-            pool.stride(0),
-            launch,
-            column_tiles,
-            programs,
-            log.shape[0] - 1,
-        ),
-        (len(layout.tiles) > 0, exact, requests, columns, REQUEST_BLOCK),
+        programs + _cdiv(views.num_reqs, REQUEST_BLOCK),
+        lambda: (*tensors, views.tiles),
+        (at.token_ids, at.offsets, at.req_pool_indices, at.prefix_lens, *mine, at.tiles),
+        (*sizes, column_tiles, programs, log.shape[0] - 1),
+        (len(views.tiles) > 0, exact, requests, columns, REQUEST_BLOCK),
     )
 
 

@@ -29,6 +29,14 @@ class Views(NamedTuple):
     tiles: torch.Tensor
     token_ids: torch.Tensor
 
+    @property
+    def num_reqs(self) -> int:
+        return self.req_pool_indices.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.token_ids.shape[0]
+
 
 def views(packed: torch.Tensor, layout: RaggedLayout) -> Views:
     """Slice a packed buffer, int64 ``[header size + num_tokens]``, into its parts."""

@@ -9,6 +9,7 @@ import torch
 from kv_canary.kinds import COUNTER_LINES, COUNTERS, PHASES, STAMP_COLUMNS, STAMP_FIELDS, VIOLATION_COLUMNS
 from kv_canary.stamping import Checks, KVSource, Memory, Pooled, turns_of
 from ragged import Capacity, RaggedBatch
+from ragged.packing import Views
 
 pytest.importorskip("triton")
 
@@ -53,11 +54,14 @@ def test_of_the_pools_kernels(launched: list[str], kind: str, reported: bool) ->
     for lens in (None, valid_lens):
         triton_backend.scatter_batch(batch, pool, report, 1, lens)
     triton_backend.verify_batch(batch, pool, valid_lens, log, 1, True)
+    no_tiles = torch.empty(0, 2, dtype=torch.int64)
+    views = Views(batch.offsets, batch.req_pool_indices, batch.prefix_lens, no_tiles, batch.token_ids)
+    triton_backend.verify_views(views, pool, valid_lens, log, 1, True)
     columns = (batch.token_ids, batch.offsets, batch.req_pool_indices)
     for prefixes in (None, batch.prefix_lens):
         triton_backend.scatter(*columns, prefixes, pool, report, 1)
     extra = ["set_valid_lens"] if kind == "listed" else []
-    assert launched == ["scatter_tiles"] * 2 + extra + ["verify_tiles"] + ["scatter_flat"] * 2
+    assert launched == ["scatter_tiles"] * 2 + extra + ["verify_tiles"] * 2 + ["scatter_flat"] * 2
 
 
 def test_of_a_fixed_capacity(launched: list[str]) -> None:
