@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import attrs
 import numpy as np
+import torch
 
 from bench.inputs import num_sets
 from bench.providers import WrongResult
@@ -17,6 +18,7 @@ from bench.suites.step import LENGTH, QUICK_LENGTH, QUICK_REQS, World, rescatter
 from bench.timing import Call, Sample, kernel_time, step_time
 from kv_canary import Sent, TokenPool, ViolationLog
 from ragged import RaggedBatch, RaggedBatchBuilder
+from ragged.header import starts
 
 NUM_REQS, SPARE, REPEATS = 256, 1024, 300
 """Requests, columns of the pool beyond the history, and timed decode steps."""
@@ -88,6 +90,21 @@ def full(world: World) -> Decode:
     return Decode(rescatter(world), lambda: None, lambda: None, lambda: 8 * (num_reqs * length + 2 * num_reqs + 1))
 
 
+def floor(world: World) -> Decode:
+    """What any step pays: a copy of as many bytes as ``append`` sends, the event behind it, one kernel."""
+    on_gpu, num_reqs = world.device.type == "cuda", len(world.rows)
+    staged = torch.zeros(starts(num_reqs).token_ids + num_reqs, dtype=torch.int64, pin_memory=on_gpu)
+    copied, cell = torch.cuda.Event() if on_gpu else None, torch.zeros(1, device=world.device)
+
+    def call() -> None:
+        staged.to(world.device, non_blocking=True)
+        if copied is not None:
+            copied.record()
+        cell.add_(1)
+
+    return Decode(call, lambda: None, lambda: None, lambda: staged.nbytes)
+
+
 @attrs.frozen
 class Provider:
     """A way of a decode step, and its target of issue 4 in microseconds of host time."""
@@ -97,7 +114,12 @@ class Provider:
     host_limit: float | None = None
 
 
-PROVIDERS = (Provider("rescatter", full), Provider("sync", sync, 200.0), Provider("append", append, 60.0))
+PROVIDERS = (
+    Provider("rescatter", full),
+    Provider("sync", sync, 200.0),
+    Provider("append", append, 60.0),
+    Provider("floor", floor),
+)
 """The first is what the others are compared to. A provider is added by adding an entry."""
 
 
