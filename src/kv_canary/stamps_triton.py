@@ -121,7 +121,7 @@ def check(checks: Checks, pool: Pooled | None, turns: tuple[Turn, ...], memory: 
     if not checks.most:
         return
     programs, kv = -(-checks.most // BLOCK), plan
-    turns_each = TURNS if checks.most >= MANY else 1
+    turns_each, every = TURNS if checks.most >= MANY else 1, checks.period == 1
     if turns:
         slots = torch.full((checks.most,), -1, dtype=torch.int64, device=table.device)
         sizes = (num_reqs, table.stride(0), shift, checks.most)
@@ -131,10 +131,10 @@ def check(checks: Checks, pool: Pooled | None, turns: tuple[Turn, ...], memory: 
     pooled = (0, 0, 0) if pool is None else (tokens.stride(0), *tokens.shape)
     _launch(
         checking.check_requests,
-        -(-programs // turns_each),
+        -(-checks.most // ((BLOCK - every) * turns_each)),
         (table, rows, lens, plan, tokens, valid_lens, kv, memory.stamps, memory.log, memory.state, memory.counters),
         (num_reqs, table.stride(0), checks.window, shift, num_slots, capacity, launch, *pooled, checks.most),
-        (pool is not None, bool(turns), BLOCK, turns_each, WINDOW),
+        (pool is not None, bool(turns), every, BLOCK, turns_each, WINDOW),
         (table.dtype, tokens.dtype),
     )
 

@@ -412,6 +412,7 @@ def test_a_replayed_graph_verifies_what_is_in_its_buffers_now() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         engine.canary.verify(engine.table, rows, lens)
+    engine.end_step()
     for length in (1, 3, 4):
         before = engine.canary.counts()
         lens.copy_(torch.tensor([length, 0]))

@@ -8,10 +8,6 @@ from kv_canary.kernels._mix import mix
 
 WIDTH = tl.constexpr(kinds.STAMP_COLUMNS)
 FIELDS = tl.constexpr(kinds.STAMP_FIELDS)
-TOKEN = tl.constexpr(kinds.STAMP_TOKEN)
-POSITION = tl.constexpr(kinds.STAMP_POSITION)
-CHAIN = tl.constexpr(kinds.STAMP_CHAIN)
-KV = tl.constexpr(kinds.STAMP_KV)
 FOUND_COUNT = tl.constexpr(kinds.FOUND_COUNT)
 FREED = tl.constexpr(kinds.FREED)
 COUNTER_LINES = tl.constexpr(kinds.COUNTER_LINES)
@@ -38,20 +34,14 @@ PLACEHOLDER = tl.constexpr(kinds.PLACEHOLDER)
 
 @triton.jit
 def slot_ok(slots, num_slots):
-    """A slot that has a stamp: inside, and not the padding."""
-    return (slots > 0) & (slots < num_slots)
+    """A slot that has a stamp: inside, and not the padding. As uint64 a negative number is a huge one."""
+    return (slots - 1).to(tl.uint64, bitcast=True) < (num_slots - 1).to(tl.uint64)
 
 
 @triton.jit
 def slot_bad(slots, num_slots):
     """A slot that leads outside; -1 and the padding are skipped, and no fault."""
-    return (slots < -1) | (slots >= num_slots)
-
-
-@triton.jit
-def load_field(stamps_ptr, slots, mask, FIELD: tl.constexpr):
-    """One field, int64, of each slot's stamp."""
-    return tl.load(stamps_ptr + tl.where(mask, slots, 0) * FIELDS + FIELD, mask=mask, other=0)
+    return (slots + 1).to(tl.uint64, bitcast=True) > num_slots.to(tl.uint64)
 
 
 @triton.jit
@@ -84,9 +74,8 @@ def store_stamps(stamps_ptr, slots, mask, token_ids, positions, chains, kv_hashe
 @triton.jit
 def chain_behind(stamps_ptr, slots, mask):
     """The chain hash that follows each slot's own."""
-    token_ids = load_field(stamps_ptr, slots, mask, TOKEN)
-    positions = load_field(stamps_ptr, slots, mask, POSITION)
-    return load_field(stamps_ptr, slots, mask, CHAIN) + mix(token_ids, positions)
+    token_ids, positions, chains, _ = load_stamps(stamps_ptr, slots, mask)
+    return chains + mix(token_ids, positions)
 
 
 @triton.jit
@@ -116,15 +105,18 @@ def note(
 
 @triton.jit
 def pack_counts(position, chain, token, kv, skipped):
-    """Five masks [BLOCK] as one int64, 12 bits for each: one reduction counts them all, five are ten barriers."""
-    packed = position.to(tl.int64) + (chain.to(tl.int64) << 12) + (token.to(tl.int64) << 24)
-    return packed + (kv.to(tl.int64) << 36) + (skipped.to(tl.int64) << 48)
+    """Five masks [BLOCK] as one int32, 6 bits for each, so that a lane can add up a few."""
+    packed = position.to(tl.int32) | (chain.to(tl.int32) << 6) | (token.to(tl.int32) << 12)
+    return packed | (kv.to(tl.int32) << 18) | (skipped.to(tl.int32) << 24)
 
 
 @triton.jit
 def add_counts(counters_ptr, program, counts):
-    """Add what ``pack_counts`` gave, [BLOCK] int64, each below 4096 in all, to the counters."""
-    packed = tl.sum(counts, axis=0)
+    """Add what ``pack_counts`` gave, [BLOCK] int32, each below 4096 over all lanes, to the counters."""
+    wide = counts.to(tl.int64)
+    packed = (wide & 0x3F) + ((wide >> 6 & 0x3F) << 12) + ((wide >> 12 & 0x3F) << 24)
+    # One reduction of five fields of 12 bits: five reductions are ten barriers.
+    packed = tl.sum(packed + ((wide >> 18 & 0x3F) << 36) + ((wide >> 24 & 0x3F) << 48), axis=0)
     line = counters_ptr + program % COUNTER_LINES * COUNTERS
     add_counter(line + COMPARED_POSITION, packed)
     add_counter(line + COMPARED_CHAIN, packed >> 12)
@@ -143,28 +135,26 @@ def add_counter(counter_ptr, packed):
 
 @triton.jit
 def check_stamps(
-    stamps_ptr, log_ptr, state_ptr, num_slots, capacity, launch, inside, request, row, slots, positions, before,
-    follows, expected_tokens, has_token, kv_hashes, HAS_KV: tl.constexpr,
+    stamps, log_ptr, state_ptr, num_slots, capacity, launch, inside, request, row, slots, positions, known, behind,
+    starts, expected_tokens, kv_hashes, HAS_KV: tl.constexpr,
 ):  # fmt: skip
-    """Hold the stamps of ``slots`` against what they must be; all vectors are [BLOCK], int64 or masks. Returns counts.
+    """Hold ``stamps``, the fields of those of ``slots``, against what they must be. Returns counts.
 
-    before: the predecessor's slot; follows: the chain is compared, with it or, at position 0, with the anchor.
+    All are [BLOCK], int64 or masks. The chain hash is ``behind`` where that is ``known``, the anchor where the request
+    ``starts``; elsewhere it is not compared.
     """
+    token_ids, stored, chains, hashes = stamps
     here = inside & slot_ok(slots, num_slots)
     outside = inside & slot_bad(slots, num_slots)
-    known = here & follows & (positions > 0) & slot_ok(before, num_slots)
-    token_ids, stored, chains, hashes = load_stamps(stamps_ptr, slots, here)  # [BLOCK] int64 each
-    tokens_before, positions_before, chains_before, _ = load_stamps(stamps_ptr, before, known)  # [BLOCK] int64 each
-    expected = tl.where(positions > 0, chains_before + mix(tokens_before, positions_before), ANCHOR)
-    chained = known | (here & follows & (positions == 0))
-    told = here & has_token & (token_ids != PLACEHOLDER)
+    expected = tl.where(starts, ANCHOR, behind)
+    chained = here & (known | starts)
+    told = here & (expected_tokens != PLACEHOLDER) & (token_ids != PLACEHOLDER)
 
     bits = tl.where(chained & (chains != expected), CHAIN_BIT, 0) + tl.where(stored != positions, POSITION_BIT, 0)
     bits += tl.where(told & (token_ids != expected_tokens), TOKEN_BIT, 0)
     if HAS_KV:
         bits += tl.where(hashes != kv_hashes, KV_BIT, 0)
     bits = tl.where(here, bits, tl.where(outside, SLOT_BIT, 0)).to(tl.int64)
-
     if tl.max(bits, axis=0) > 0:
         found, wanted = chains, tl.where(chained, expected, 0)
         if HAS_KV:
@@ -172,7 +162,7 @@ def check_stamps(
             found, wanted = tl.where(of_kv, hashes, chains), tl.where(of_kv, kv_hashes, wanted)
         note(
             log_ptr, state_ptr, capacity, launch, bits > 0, bits, request, row, slots, positions,
-            tl.where(here, token_ids, -1), tl.where(told, expected_tokens, -1), found, wanted,
-            tl.where(here, stored, -1),
+            tl.where(here, token_ids, -1), tl.where(told, expected_tokens, -1), tl.where(here, found, 0),
+            tl.where(here, wanted, 0), tl.where(here, stored, -1),
         )  # fmt: skip
     return pack_counts(here, chained, told, here & HAS_KV, inside & ~here)

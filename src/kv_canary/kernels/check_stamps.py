@@ -5,8 +5,9 @@ import triton.language as tl
 
 from kv_canary import kinds
 from kv_canary.kernels._guards import row_ok
+from kv_canary.kernels._mix import mix
 from kv_canary.kernels._search import bisect_ends, count_ends
-from kv_canary.kernels._stamps import add_counts, check_stamps, note
+from kv_canary.kernels._stamps import add_counts, chain_behind, check_stamps, load_stamps, note, slot_ok
 
 REQUEST_BIT = tl.constexpr(kinds.REQUEST_BIT)
 PLACEHOLDER = tl.constexpr(kinds.PLACEHOLDER)
@@ -78,13 +79,13 @@ def search_plan(plan_ptr, num_reqs, first, count, WINDOW: tl.constexpr):
 
 @triton.jit
 def locate_checks(plan_ptr, rows_ptr, num_reqs, shift, items, total, low, high):
-    """The request, row and position of each check, [BLOCK] int64, of requests ``low`` to ``high``."""
-    inside = items < total
+    """Each check's request, row, position and the first one planned, [BLOCK] int64, of requests ``low`` to ``high``."""
+    inside = items.to(tl.uint64, bitcast=True) < total.to(tl.uint64, bitcast=True)  # and not below 0
     requests = tl.minimum(bisect_ends(plan_ptr, low, high, items), num_reqs - 1)  # [BLOCK] int64
     before = tl.load(plan_ptr + requests, mask=inside, other=0)  # [BLOCK] int64
     begins = tl.load(plan_ptr + num_reqs + 1 + requests, mask=inside, other=0)  # [BLOCK] int64
     rows = tl.load(rows_ptr + requests, mask=inside, other=0)  # [BLOCK] int64
-    return inside, requests, rows, begins + ((items - before) << shift)
+    return inside, requests, rows, begins + ((items - before) << shift), begins
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=POINTERS)
@@ -97,7 +98,7 @@ def gather_slots(
     total, low, high = search_plan(plan_ptr, num_reqs, first, BLOCK, WINDOW)
     if first < total:
         items = first + tl.arange(0, BLOCK)  # [BLOCK] int64
-        inside, _, rows, positions = locate_checks(plan_ptr, rows_ptr, num_reqs, shift, items, total, low, high)
+        inside, _, rows, positions, _ = locate_checks(plan_ptr, rows_ptr, num_reqs, shift, items, total, low, high)
         slots = tl.load(table_ptr + rows * table_stride + positions, mask=inside, other=-1).to(tl.int64)  # [BLOCK]
         tl.store(slots_ptr + items, slots, mask=inside & (items < num_items))
 
@@ -109,42 +110,57 @@ def check_requests(
     num_reqs: tl.int64, table_stride: tl.int64, window: tl.int64, shift: tl.int64, num_slots: tl.int64,
     capacity: tl.int64, launch: tl.int64, pool_stride: tl.int64, pool_reqs: tl.int64, pool_len: tl.int64,
     num_items: tl.int64,
-    HAS_POOL: tl.constexpr, HAS_KV: tl.constexpr, BLOCK: tl.constexpr, TURNS: tl.constexpr, WINDOW: tl.constexpr,
+    HAS_POOL: tl.constexpr, HAS_KV: tl.constexpr, EVERY: tl.constexpr, BLOCK: tl.constexpr, TURNS: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Each program TURNS times BLOCK of the planned checks. Slots come from ``table`` [max_reqs, max_context_len].
+    """Each program TURNS blocks of the planned checks. Slots come from ``table`` [max_reqs, max_context_len].
 
-    Of 2.1 million checks on an H200 by one turn 61 us: half of a program's life is the search of its first request.
+    EVERY: the period is 1, so that the check before is the predecessor's. Lane 0 of a block then only gives its stamp
+    to lane 1, and BLOCK - 1 are checked: 2.1 million in 57 us where each loads its predecessor's again (H200).
     """
     program = tl.program_id(0).to(tl.int64)  # the one widening: every address below derives from int64
-    first = program * BLOCK * TURNS
-    total, low, high = search_plan(plan_ptr, num_reqs, first, BLOCK * TURNS, WINDOW)
-    if first < total:
-        counts = tl.zeros([BLOCK], dtype=tl.int64)
+    lanes = tl.arange(0, BLOCK)  # [BLOCK] int32
+    halo: tl.constexpr = 1 if EVERY else 0
+    first = program * (BLOCK - halo) * TURNS - halo
+    total, low, high = search_plan(plan_ptr, num_reqs, first, (BLOCK - halo) * TURNS + halo, WINDOW)
+    if first + halo < total:
+        counts = tl.zeros([BLOCK], dtype=tl.int32)
         for _ in range(TURNS):
-            items = first + tl.arange(0, BLOCK)  # [BLOCK] int64
-            first += BLOCK
-            inside, requests, rows, positions = locate_checks(
+            items = first + lanes  # [BLOCK] int64
+            first += BLOCK - halo
+            inside, requests, rows, positions, begins = locate_checks(
                 plan_ptr, rows_ptr, num_reqs, shift, items, total, low, high
             )
-            lens = tl.load(lens_ptr + requests, mask=inside, other=0)  # [BLOCK] int64
             cell = table_ptr + rows * table_stride + positions
             slots = tl.load(cell, mask=inside, other=-1).to(tl.int64)  # [BLOCK]
+            stamps = load_stamps(stamps_ptr, slots, inside & slot_ok(slots, num_slots))
+            checked = inside & (lanes >= halo)
             # The one before the window may be somebody else's by now.
-            follows = inside & ((positions == 0) | (positions > lens - window))
-            before = tl.load(cell - 1, mask=follows & (positions > 0), other=-1).to(tl.int64)  # [BLOCK]
-            wanted = tl.zeros_like(slots) - 1
+            if EVERY:
+                follows = checked & (positions > begins)
+                lanes_before = tl.maximum(lanes - 1, 0)
+                before = tl.gather(slots, lanes_before, axis=0)  # [BLOCK] int64
+                behind = tl.gather(stamps[2] + mix(stamps[0], stamps[1]), lanes_before, axis=0)  # [BLOCK] int64
+                known = follows & slot_ok(before, num_slots)
+            else:
+                lens = tl.load(lens_ptr + requests, mask=inside, other=0)  # [BLOCK] int64
+                follows = checked & (positions > tl.maximum(lens - window, 0))
+                before = tl.load(cell - 1, mask=follows, other=-1).to(tl.int64)  # [BLOCK]
+                known = follows & slot_ok(before, num_slots)
+                behind = chain_behind(stamps_ptr, before, known)
+            wanted = tl.zeros_like(slots) + PLACEHOLDER
             if HAS_POOL:
-                pooled = inside & (rows < pool_reqs)
+                pooled = checked & (rows < pool_reqs)
                 valid = tl.load(valid_lens_ptr + rows, mask=pooled, other=0)  # [BLOCK] int64
                 pooled = pooled & (positions < tl.minimum(valid, pool_len))
                 pool_cell = pool_ptr + rows * pool_stride + positions
-                wanted = tl.load(pool_cell, mask=pooled, other=-1).to(tl.int64)  # [BLOCK]
+                wanted = tl.load(pool_cell, mask=pooled, other=PLACEHOLDER).to(tl.int64)  # [BLOCK]
             kv_hashes = tl.zeros_like(slots)
             if HAS_KV:
-                kv_hashes = tl.load(kv_ptr + items, mask=inside & (items < num_items), other=0)  # [BLOCK] int64
+                kv_hashes = tl.load(kv_ptr + items, mask=checked & (items < num_items), other=0)  # [BLOCK] int64
             counts += check_stamps(
-                stamps_ptr, log_ptr, state_ptr, num_slots, capacity, launch, inside, requests, rows, slots, positions,
-                before, follows, wanted, wanted != PLACEHOLDER, kv_hashes, HAS_KV,
+                stamps, log_ptr, state_ptr, num_slots, capacity, launch, checked, requests, rows, slots, positions,
+                known, behind, positions == 0, wanted, kv_hashes, HAS_KV,
             )  # fmt: skip
         add_counts(counters_ptr, program, counts)
 
@@ -166,8 +182,10 @@ def check_triples(
     kv_hashes = tl.zeros_like(slots)
     if HAS_KV:
         kv_hashes = tl.load(kv_ptr + items, mask=inside, other=0)  # [BLOCK] int64
+    stamps = load_stamps(stamps_ptr, slots, inside & slot_ok(slots, num_slots))
+    known = inside & (positions > 0) & slot_ok(before, num_slots)
     counts = check_stamps(
-        stamps_ptr, log_ptr, state_ptr, num_slots, capacity, launch, inside, none, none, slots, positions, before,
-        inside, none, none > 0, kv_hashes, HAS_KV,
+        stamps, log_ptr, state_ptr, num_slots, capacity, launch, inside, none, none, slots, positions, known,
+        chain_behind(stamps_ptr, before, known), positions == 0, none, kv_hashes, HAS_KV,
     )  # fmt: skip
     add_counts(counters_ptr, program, counts)

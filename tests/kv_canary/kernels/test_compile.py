@@ -34,7 +34,7 @@ STAMPS = {
     "REQUESTS": 16,
     "COLUMNS": 16,
 }
-CHECKS = {"HAS_POOL": True, "HAS_KV": True, "BLOCK": 256, "TURNS": 4, "WINDOW": 256}
+CHECKS = {"HAS_POOL": True, "HAS_KV": True, "EVERY": True, "BLOCK": 256, "TURNS": 4, "WINDOW": 256}
 HOPPER = GPUTarget("cuda", 90, 32)
 INT32_MAX = 2**31 - 1
 VARIANTS = {
@@ -59,7 +59,7 @@ VARIANTS = {
     "plan": (check_kernels.plan_checks, {"BLOCK": 1024}),
     "gather": (check_kernels.gather_slots, {"BLOCK": 256, "WINDOW": 256}),
     "check": (check_kernels.check_requests, CHECKS),
-    "check-plain": (check_kernels.check_requests, CHECKS | {"HAS_POOL": False, "HAS_KV": False}),
+    "check-plain": (check_kernels.check_requests, CHECKS | {"HAS_POOL": False, "HAS_KV": False, "EVERY": False}),
     "sweep": (check_kernels.check_triples, {"HAS_KV": True, "BLOCK": 256}),
     "valid-lens": (verify_kernels.set_valid_lens, {"BLOCK": 256}),
 }
