@@ -68,12 +68,13 @@ def _warm_pool(device: torch.device | str) -> None:
 
 def _warm_canary(device: torch.device | str) -> None:
     """Nothing but slots of -1, which are skipped."""
-    row = torch.full((1, MANY_CHECKS), -1, dtype=torch.int32, device=device)
+    row = torch.full((1, 2 * MANY_CHECKS), -1, dtype=torch.int32, device=device)
     tokens = TokenPool.adopt(torch.zeros((1, 1), dtype=torch.int32, device=device), padding_row=None)
     for pool in (None, tokens):
         canary = KVCanary.allocate(2, device=device, pool=pool)
-        for length in (1, MANY_CHECKS):
-            canary.verify(row, [0], [length])
+        for most in (1, MANY_CHECKS):
+            canary.verify(row, [0], [most])
+            canary.verify(row, [0], [2 * most], budget=most)
     for lengths in SAMPLES:
         batch = RaggedBatch.from_lengths(
             torch.zeros(sum(lengths), dtype=torch.int64), lengths, req_pool_indices=range(len(lengths)), device=device

@@ -14,7 +14,7 @@ from ragged import RaggedBatch, RaggedError, RaggedLayout
 
 pytest.importorskip("triton")
 
-from kv_canary import launching, triton_backend
+from kv_canary import backends, launching, stamps_triton, triton_backend
 
 
 class FakeKernel:
@@ -332,25 +332,49 @@ def test_after_warmup_no_size_or_alignment_makes_a_new_variant(fresh: None) -> N
     assert (len(launching._ready), variants()) == (kept, compiled)
 
 
-@pytest.mark.gpu
-def test_after_warmup_a_canary_compiles_nothing(fresh: None) -> None:
-    warmup("cuda")
-    kept = len(launching._ready)
-    table = torch.full((400, 3000), -1, dtype=torch.int32, device="cuda")
-    for pool in (None, TokenPool.allocate(400, 3000, device="cuda", padding_row=None)):
-        canary = KVCanary.allocate(300, device="cuda", pool=pool)
-        for lengths in LENGTHS.values():
+def _use_canaries(device: str) -> None:
+    """Batches and tables of all sizes, in full, by a window and on a budget, with a pool and without."""
+    table = torch.full((400, 3000), -1, dtype=torch.int32, device=device)
+    for pool in (None, TokenPool.allocate(400, 3000, device=device, padding_row=None)):
+        canary = KVCanary.allocate(300, device=device, pool=pool)
+        for lengths in (*LENGTHS.values(), [100, 30]):
             rows, num_tokens = range(len(lengths)), sum(lengths)
             tokens = torch.zeros(num_tokens, dtype=torch.int64)
-            batch = RaggedBatch.from_lengths(tokens, lengths, req_pool_indices=rows, device="cuda")
+            batch = RaggedBatch.from_lengths(tokens, lengths, req_pool_indices=rows, device=device)
             for seeds in (None, [-1] * len(lengths)):
                 canary.write(batch, torch.full((num_tokens,), -1), seed_slots=seeds)
             lens = [min(length, 3000) for length in lengths]
             for options in ({}, {"window": 7}, {"budget": 400}):
                 canary.verify(table, rows, lens, **options)
-            canary.verify(table, torch.arange(400, device="cuda"), torch.full((400,), 3000, device="cuda"))
+        whole = torch.arange(400, device=device), torch.full((400,), 3000, device=device)
+        for budget in (None, 600_000, 1000):
+            canary.verify(table, *whole, budget=budget)
         canary.sweep([[1, -1, 0], [2, 1, 1]])
+
+
+@pytest.mark.gpu
+def test_after_warmup_a_canary_compiles_nothing(fresh: None) -> None:
+    warmup("cuda")
+    kept = len(launching._ready)
+    _use_canaries("cuda")
     assert len(launching._ready) == kept
+
+
+def test_warmup_takes_every_variant_that_a_canary_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    variants: set[Hashable] = set()
+
+    def launched(kernel: Any, _: Any, __: Any, ___: Any, ____: Any, _____: Any, constants: Any, *more: Any) -> None:
+        variants.add((kernel.fn.__name__, constants, *more))
+
+    stamps = ("write_stamps", "sum_tiles", "plan_checks", "check_requests", "check_triples")
+    modules = {"": triton_backend, "stamps": stamps_triton}
+    monkeypatch.setattr(backends, "resolve", lambda _, __, operation="": modules[operation])
+    monkeypatch.setattr(launching, "launch", lambda *arguments, variant=None: launched(*arguments))
+    warmup("cpu")
+    warm = {found for found in variants if found[0] in stamps}
+    variants.clear()
+    _use_canaries("cpu")
+    assert variants == warm
 
 
 # Issue 3, cases 14 and 58.
