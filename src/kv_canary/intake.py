@@ -15,6 +15,9 @@ from ragged.convert import Converter, Int64Array
 from ragged.errors import request_name
 from ragged.rules import HasDtype, HasLength, HasNDim, IsContiguous, IsDense, OnDevice, Rule, apply
 
+MOST_SHIFT = kinds.PHASES.bit_length() - 1
+"""Of the longest period, 1 << MOST_SHIFT."""
+
 
 class Column(NamedTuple):
     """A column that was given: what it is called, and how long it must be (``meaning`` says of what), None for any."""
@@ -38,6 +41,7 @@ class Intake:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._ring = StagingRing(device)
+        self._convert = Converter(Mode.STRICT)
         self._accepted: set[tuple[Any, ...]] = set()
 
     def columns(self, *given: Column) -> list[Taken]:
@@ -65,7 +69,7 @@ class Intake:
         if isinstance(value, torch.Tensor) and value.device == self.device:
             self.check(value, column.name, IsContiguous, "int64", ndim=1)
         else:
-            value = host = Converter(Mode.STRICT).host(value, column.name)
+            value = host = self._convert.host(value, column.name)
         if column.length is not None and value.shape[0] != column.length:
             rule = HasLength(column.name, column.meaning, lambda _: column.length or 0)
             apply([rule], {column.name: value}, where=POOL)
@@ -116,14 +120,16 @@ def period_of(bounds: Int64Array, budget: int | None) -> tuple[int, int]:
     most = int(np.add.reduce(bounds))
     if budget is None or most <= budget:
         return 1, most
-    period = min(1 << (-(-most // budget) - 1).bit_length(), kinds.PHASES)  # no smaller one will do
-    while (most := int(np.add.reduce((bounds + (period - 1)) // period))) > budget:
-        if period == kinds.PHASES:
+    shift = min((-(-most // budget) - 1).bit_length(), MOST_SHIFT)  # no smaller one will do
+    if (roughly := (most >> shift) + len(bounds)) <= budget:
+        return 1 << shift, roughly
+    while (most := int(np.add.reduce((bounds + ((1 << shift) - 1)) >> shift))) > budget:
+        if shift == MOST_SHIFT:
             raise RaggedValueError(
                 f"{POOL}budget must be at least {most} for these requests, got {budget}",
                 argument="budget",
                 got=budget,
                 bound=most,
             )
-        period *= 2
-    return period, most
+        shift += 1
+    return 1 << shift, most
