@@ -17,16 +17,16 @@ from ragged.header import starts
 LONG = [3000, *[1] * 400]  # uneven: it has a list of tiles
 
 
-def made(kind: str) -> RaggedBatch:
+def made(kind: str, device: str = "cpu") -> RaggedBatch:
     """Batches of every kind that goes out."""
     lengths = {"mixed": [3, 0, 2], "empty": [], "uneven": LONG}.get(kind, [2, 1])
     tokens: list[list[int]] = [[7 * request + i for i in range(n)] for request, n in enumerate(lengths)]
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"device": device}
     if kind == "special":
         tokens = [[-1, 2**40], [5]]
-        options = {"allow_placeholders": True, "wide_tokens": "opaque"}
+        options |= {"allow_placeholders": True, "wide_tokens": "opaque"}
     if kind == "bounded":
-        options = {"pool_shape": (9, 3), "overflow": "truncate", "padding_row": 0, "prefix_lens": [2, 0]}
+        options |= {"pool_shape": (9, 3), "overflow": "truncate", "padding_row": 0, "prefix_lens": [2, 0]}
     return RaggedBatch.from_sequences(tokens, req_pool_indices=range(1, len(tokens) + 1), **options)
 
 
@@ -97,6 +97,25 @@ def rank_main(rank: int, size: int, store: str, out: str) -> None:
         dist.destroy_process_group()
 
 
+def gpu_main(rank: int, size: int, store: str, out: str) -> None:
+    """The same by NCCL, each process on a GPU of its own."""
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=size)
+    said: list[str] = []
+    try:
+        for src in range(size):
+            for kind in KINDS:
+                mine = made(kind, "cuda")
+                got = broadcast(mine if rank == src else None, src)
+                same = torch.equal(got.packed, mine.packed) and got.layout == mine.layout and got.counts == mine.counts
+                said.append(f"{kind} {src} {same and got.device == mine.device}")
+    except Exception:
+        said.append(traceback.format_exc())
+    finally:
+        Path(out, str(rank)).write_text("\n".join(said))
+        dist.destroy_process_group()
+
+
 @pytest.fixture(scope="module", params=[2, 4])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
     """What each rank said."""
@@ -112,6 +131,17 @@ def test_every_rank_gets_what_one_rank_built(ranks: list[list[str]]) -> None:
     expected = [f"{kind} {src} True" for src in range(len(ranks)) for kind in KINDS]
     for said in ranks:
         assert said[: len(expected)] == expected
+
+
+@pytest.mark.gpu
+def test_every_gpu_gets_what_one_gpu_has(tmp_path: Path) -> None:
+    # On one GPU this is a group of one, whose collectives run and send nothing.
+    size, store = torch.cuda.device_count(), str(tmp_path / "store")
+    torch.multiprocessing.start_processes(
+        gpu_main, args=(size, store, str(tmp_path)), nprocs=size, start_method="spawn"
+    )
+    expected = [f"{kind} {src} True" for src in range(size) for kind in KINDS]
+    assert [(tmp_path / str(rank)).read_text().splitlines() for rank in range(size)] == [expected] * size
 
 
 # Case 48.
