@@ -118,6 +118,7 @@ def check_requests(
     EVERY: the period is 1, so that the check before is the predecessor's. Lane 0 of a block then only gives its stamp
     to lane 1, and BLOCK - 1 are checked: 2.1 million in 57 us where each loads its predecessor's again (H200).
     """
+    tl.static_assert(BLOCK * TURNS < 4096, "add_counts adds up fields of 12 bits")
     program = tl.program_id(0).to(tl.int64)  # the one widening: every address below derives from int64
     lanes = tl.arange(0, BLOCK)  # [BLOCK] int32
     halo: tl.constexpr = 1 if EVERY else 0
