@@ -82,7 +82,7 @@ class Requests:
 
     def is_made_of(self, requests: Any) -> bool:
         """Whether these are the very triples: what is known of their rows, ids and kinds is still true."""
-        known = isinstance(requests, list | tuple) and len(requests) == len(self.entries)
+        known = isinstance(requests, list | tuple) and 0 < len(requests) == len(self.entries)
         return known and all(map(is_, requests, self.entries))
 
     def is_like(self, other: Requests) -> bool:

@@ -465,3 +465,22 @@ def test_no_call_waits_for_the_device() -> None:
             torch.cuda.set_sync_debug_mode("default")
         del tokens[3:]
     assert rows_of(pool) == {}
+
+
+def test_a_sync_of_nobody_after_one_of_lists_is_of_nobody(target: Any) -> None:
+    # Entries that may change are not known again; neither are they, by that, the same as none.
+    pool = TokenPool.allocate(4, 8, device=target.device, backend=target.backend)
+    tokens = [11, 12]
+    assert pool.sync([[1, "chat", tokens]]).num_tokens == 2
+    tokens.append(13)
+    assert pool.sync([]).num_tokens == 0
+    assert pool.host_valid_lens.tolist() == pool.valid_lens.tolist() == [0, 2, 0, 0]
+
+
+def test_entries_that_changed_since_are_read_anew(target: Any) -> None:
+    pool = TokenPool.allocate(4, 8, device=target.device, backend=target.backend)
+    entry = [1, "chat", [11, 12]]
+    pool.sync([entry])
+    entry[:] = [2, "other", [21]]
+    assert pool.sync([entry]).num_tokens == 1
+    assert pool.tokens[1:3, :2].tolist() == [[11, 12], [21, -2]]
