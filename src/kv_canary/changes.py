@@ -54,7 +54,7 @@ class Requests:
             raise RaggedTypeError(
                 "requests must be (row, req_id, token sequence) each", argument="requests", got=type(requests).__name__
             ) from cause
-        if not set(map(type, self.entries)) <= {tuple}:
+        if not all(issubclass(kind, tuple) for kind in set(map(type, self.entries))):
             self.entries = ()  # they may change
         kinds = set(map(type, self.seqs))
         self.all_lists = kinds <= {list}
