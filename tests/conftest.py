@@ -1,8 +1,11 @@
 """What every test shares: hypothesis profiles, the gpu and interpreter markers, the traces."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -56,3 +59,19 @@ def traces() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no real traces here: {folder} does not exist")
     return folder
+
+
+@contextmanager
+def _no_sync() -> Iterator[None]:
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture(scope="session")
+def no_sync() -> Any:
+    """``with no_sync():`` torch raises where it would wait for the GPU."""
+    return _no_sync

@@ -13,15 +13,17 @@ import torch
 from kv_canary import backends, kinds
 from kv_canary.findings import Health, Known, OnViolation, Owners, StampViolation, StepCounts, read_stamp
 from kv_canary.guards import POOL, STAMPS
-from kv_canary.intake import Column, Intake, period_of, refuse_continuing
+from kv_canary.intake import Column, Intake, length_of_tokens, period_of, refuse_continuing
 from kv_canary.pool import TokenPool
 from kv_canary.scatter import keep_until_read
+from kv_canary.snapshot import lasting_ids
 from kv_canary.stamping import Checks, KVSource, Memory, Pooled, Turn, turns_of
-from kv_canary.violations import NAMED, CanaryViolation, LogFormat, ViolationLog
+from kv_canary.violations import LogFormat, ViolationLog, violation_of
 from kv_canary.vitals import EXTRA_LINES, Vitals
 from ragged import RaggedBatch, RaggedTypeError
 from ragged.errors import refuses
 from ragged.integers import as_int
+from ragged.options import as_ids
 from ragged.rules import HasColumns, HasLength, HasOwnRows, IsContiguous, apply
 from ragged.staging import resolve_device
 
@@ -104,7 +106,7 @@ class KVCanary:
             ring_capacity: violations that are kept until they are read; all are counted.
             mode: ``"log"`` or ``"raise"``, for ``step``.
             pool: a TokenPool that stamps are held against, too.
-            max_age: ``health`` warns where a position has gone unverified for more steps; see ``coverage``.
+            max_age: ``health`` warns where ``coverage`` is more.
             kv_rotation: each slot's KV hash covers only so many of the sources (layers, heads), which ones goes round
                 with the slot's number: bytes read for a slot do not grow with the layers, and every layer is watched.
             backend: ``"auto"``, ``"triton"`` or ``"torch"``.
@@ -145,6 +147,7 @@ class KVCanary:
         Args:
             batch: on the canary's device; a token's position is its request's ``prefix_len`` plus its index.
             out_cache_loc: int64 ``[num_tokens]``, the slot of each token, each once; host integers or on the device.
+                Of a batch with a capacity ``[max_tokens]``, whatever lies behind its tokens.
             seed_slots: int64 ``[num_reqs]``, the slot of the token before the batch's first; -1 for a request that
                 starts. Needed where any request with tokens has a prefix.
             kv_sources: hashed into the stamp.
@@ -158,22 +161,22 @@ class KVCanary:
             got = type(batch).__name__
             raise RaggedTypeError(f"{POOL}batch must be a RaggedBatch, got {got}", argument="batch", got=got)
         self._intake.check(batch.packed, "batch", IsContiguous, "int64", ndim=1)
-        layout, num_tokens = batch.layout, batch.num_tokens
-        given = [Column(out_cache_loc, "out_cache_loc", num_tokens, "num_tokens")]
+        layout = batch.layout
+        num_tokens, meaning = length_of_tokens(layout)
+        given = [Column(out_cache_loc, "out_cache_loc", num_tokens, meaning)]
         if seed_slots is None:
             refuse_continuing(layout)
         else:
             given.append(Column(seed_slots, "seed_slots", layout.num_reqs, "num_reqs"))
         if expected is not None:
-            given.append(Column(expected, "expected", num_tokens, "num_tokens"))
+            given.append(Column(expected, "expected", num_tokens, meaning))
         turns = self._turns(kv_sources)
         (slots, _), *more = self._intake.columns(*given)
         if num_tokens == 0:
             return
-        wanted = None if expected is None else more.pop().tensor
-        seeds = None if seed_slots is None else more.pop().tensor
+        wanted, seeds = (None if each is None else more.pop().tensor for each in (expected, seed_slots))
         kv = self._run.hash_kv(slots, self.num_slots, turns) if turns else None
-        launch = self.log.begin(Known(tag, layout.req_ids), num_tokens)
+        launch = self.log.begin(Known(tag, lasting_ids(layout.req_ids, self.device)), num_tokens)
         self._run.write(batch, slots, seeds, kv, wanted, self._memory, launch)
         if slots.is_cuda:
             keep_until_read(batch)
@@ -227,7 +230,7 @@ class KVCanary:
         self._bounds = bounds
         period, most = period_of(bounds, None if budget is None else as_int(budget, "budget", least=1))
         checks = Checks(req_to_token, own, lens, window, period, most)
-        launch = self.log.begin(Known(tag, None if req_ids is None else tuple(req_ids)), most)
+        launch = self.log.begin(Known(tag, lasting_ids(as_ids(req_ids), self.device)), most)
         self._run.check(checks, self._pool, turns, self._memory, launch)
         return period
 
@@ -264,10 +267,7 @@ class KVCanary:
         with torch.inference_mode():
             self._memory.state[kinds.STATE_STEP].fill_(self.step_number)
         if new and self._mode is OnViolation.RAISE:
-            named, more = "; ".join(map(str, new[:NAMED])), self.log.found - NAMED
-            raise CanaryViolation(
-                f"kv-canary: {self.log.found} violations: {named}{f'; {more} more' if more > 0 else ''}", tuple(new)
-            )
+            raise violation_of(self.log.found, tuple(new))
         for violation in new:
             logger.warning("kv-canary: %s", violation)
         return new
@@ -282,9 +282,9 @@ class KVCanary:
         return self._vitals.counts()
 
     def coverage(self) -> int:
-        """For how many steps the position that was looked at least recently has gone unverified. Syncs.
+        """Steps since the least recently verified position of the last ``verify``'s requests was looked at. Syncs.
 
-        Of the requests of the last ``verify``. Under a budget with period k and one call a step it is at most k.
+        Under a budget with period k and one call a step it is at most k.
         """
         return self._vitals.coverage(self.step_number, int(self._bounds.max()))
 

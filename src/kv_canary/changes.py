@@ -103,12 +103,14 @@ class Requests:
         found = [seq[start:end] for seq, start, end in zip(self.seqs, starts, ends, strict=True)]
         return found if self.all_lists else list(map(plain, found))
 
-    def behind(self, kept: Int64Array, lens: Int64Array) -> Any:
-        """The tokens of each behind its first ``kept``; one each, as in a decode step, as int64 ``[num_reqs, 1]``.
+    def behind(self, kept: Int64Array, lens: Int64Array, last: list[Any] | None) -> Any:
+        """The tokens of each behind its first ``kept``; one each (``last``, if known) as int64 ``[num_reqs, 1]``.
 
         256 lists of one new token: 27 us less than as slices, and 50 us less in the builder (one core of an AMD EPYC).
         """
-        if (kept + 1).tobytes() == lens.tobytes() and set(map(type, last := self.last())) == {int}:
+        if last is None and (kept + 1).tobytes() == lens.tobytes():
+            last = self.last()
+        if last is not None and set(map(type, last)) == {int}:
             with suppress(OverflowError):  # the builder refuses it, with its name
                 return np.fromiter(last, np.int64, len(last)).reshape(-1, 1)
         return [seq[start:] for seq, start in zip(self.seqs, kept.tolist(), strict=True)]

@@ -94,8 +94,17 @@ class Intake:
             self._accepted.add(looks)
 
 
+def length_of_tokens(layout: RaggedLayout) -> tuple[int, str]:
+    """How long a column of a batch's tokens is, and what that number is called."""
+    capacity = layout.bounds.capacity
+    return (layout.num_tokens, "num_tokens") if capacity is None else (capacity.max_tokens, "max_tokens")
+
+
 def refuse_continuing(layout: RaggedLayout) -> None:
-    """Raise RaggedValueError where a request with tokens has a prefix: its chain needs a seed."""
+    """Raise RaggedValueError where a request with tokens has a prefix, or may have: its chain needs a seed."""
+    if layout.bounds.capacity is not None:
+        says = f"{POOL}seed_slots must be given where a batch has a capacity: a replay may continue requests"
+        raise RaggedValueError(says, argument="seed_slots")
     if layout.max_prefix_len == 0:
         return
     continuing = (layout.prefix_lens > 0) & (layout.lengths > 0)

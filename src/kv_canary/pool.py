@@ -187,7 +187,7 @@ class TokenPool:
         known = self._rows.known(asked, rows, lens)
         sent = Sent()
         if known.changed or known.held.tobytes() != lens.tobytes():
-            batch = _build(self._builder, rows, asked.behind(known.kept, lens), known.kept, asked.req_ids)
+            batch = _build(self._builder, rows, asked.behind(known.kept, lens, known.last), known.kept, asked.req_ids)
             self._launch(batch, report)
             whole: Any = (known.kept == 0) & (known.held > 0) & (lens > 0) if known.changed else ()
             sent = Sent(batch.num_tokens, batch.packed.nbytes, int(np.count_nonzero(whole)))

@@ -33,8 +33,8 @@ class Known(NamedTuple):
     """How many of them are the request's first ones, as far as ids and tails can tell."""
     changed: bool
     """Whether some row is not the request's own, or is no longer its beginning."""
-    is_step: bool = False
-    """Whether every request is the last sync's with a token more."""
+    last: list[Any] | None = None
+    """Each request's last token, where every one is the last sync's with a token more; else None."""
 
 
 _NOTHING = (Requests(()), np.empty(0, dtype=np.int64))
@@ -124,7 +124,7 @@ class Rows:
             and (held + 1).tobytes() == lens.tobytes()
             and requests.before_last(steady.tail_len) == steady.tails  # one slice for all: 45 us, one for each: 110
         ):
-            return Known(held, held, changed=False, is_step=True)
+            return Known(held, held, changed=False, last=requests.last())
         tails = list(map(self._tails.__getitem__, requests.rows))
         owners = tuple(map(self._owners.__getitem__, requests.rows))
         tail_lens = np.fromiter(map(len, tails), np.int64, len(tails))
@@ -154,8 +154,8 @@ class Rows:
             self._owners.update(zip(requests.rows, requests.req_ids, strict=True))
         steady = self._steady
         # In a decode step tails grow by a token, and are cut back only once they are twice as long as they have to be.
-        if known.is_step and steady is not None and steady.tail_len + 1 < 2 * self._fewest:
-            deque(map(list.append, steady.tails, requests.last()), maxlen=0)
+        if known.last is not None and steady is not None and steady.tail_len + 1 < 2 * self._fewest:
+            deque(map(list.append, steady.tails, known.last), maxlen=0)
             steady.tail_len += 1
             return
         tails = [plain(seq[-self._fewest :]) for seq in requests.seqs]

@@ -9,6 +9,7 @@ import torch
 from kv_canary import backends
 from kv_canary.guards import SCATTER, check_pool, check_scatter
 from kv_canary.report import GuardReport
+from kv_canary.snapshot import lasting_ids
 from ragged import Mode, RaggedBatch, RaggedTypeError, RaggedValueError
 from ragged.errors import refuses
 from ragged.packing import static_tokens
@@ -174,4 +175,6 @@ def _begin(
     report: GuardReport | None, pool: torch.Tensor, num_tokens: int, req_ids: tuple[object, ...] | None
 ) -> tuple[torch.Tensor | None, int]:
     """The report's table and the number of this launch in it."""
-    return (None, 0) if report is None else (report.table, report.begin(req_ids, num_tokens, pool.shape))
+    if report is None:
+        return None, 0
+    return report.table, report.begin(lasting_ids(req_ids, pool.device), num_tokens, pool.shape)

@@ -46,6 +46,12 @@ class Snapshot:
         self.arrived = self._on_its_way = None
 
 
+def lasting_ids(req_ids: tuple[object, ...] | None, device: torch.device) -> tuple[object, ...] | None:
+    """The ids that a launch's findings are named by: none while a CUDA graph is captured, for a replay's are others."""
+    is_captured = req_ids is not None and device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return None if is_captured else req_ids
+
+
 class Launches:
     """What the host knew of the last KEPT_LAUNCHES launches, by number, so that findings are named by their own."""
 

@@ -23,12 +23,15 @@ def write(
     """Stamp every token of a batch.
 
     Args:
-        slots: int64 ``[num_tokens]``; -1 and the padding slot are skipped, the chain goes on.
+        slots: int64 ``[num_tokens]``, or as many as a capacity has. -1 and the padding slot are skipped, the chain goes
+            on.
         seeds: int64 ``[num_reqs]``, the last stamped slot of a request that continues, by an earlier call; -1 for one
             that does not. An empty request's is not looked at.
         kv: int64 ``[num_tokens]``, hashes of the KV bytes, or None.
         expected: int64 ``[num_tokens]``, what the tokens ought to be, or None; -1 is not compared.
     """
+    slots = slots[: batch.num_tokens]
+    kv, expected = (None if each is None else each[: batch.num_tokens] for each in (kv, expected))
     token_ids, owners, positions = batch.token_ids, batch.req_ids, batch.positions
     rows, num_slots = batch.req_pool_indices, memory.stamps.shape[0]
     base = torch.full((batch.num_reqs,), kinds.ANCHOR, dtype=torch.int64, device=token_ids.device)

@@ -9,7 +9,7 @@ from kv_canary.kernels import check_stamps as checking
 from kv_canary.kernels import stamps as writing
 from kv_canary.stamping import Checks, Memory, Pooled, Turn
 from ragged import RaggedBatch
-from ragged.packing import addresses
+from ragged.packing import addresses, static_tokens
 from ragged.tiles import TILE
 
 SHAPES = ((1, 128, 1), (16, 32, 16), (128, 4, 128))
@@ -36,14 +36,22 @@ def write(
 ) -> None:
     """See ``stamps_torch.write``. A batch of requests of one tile each is one launch, of longer ones two."""
     layout = batch.layout
+    # In buffers of fixed sizes a request may be as long as all of them by the time that a graph is replayed.
+    fixed = layout.bounds.capacity is not None
+    num_tokens = slots.shape[0] if fixed else layout.num_tokens
+    max_len = num_tokens if fixed else layout.max_len
     listed = len(layout.tiles) > 0
-    shapes = ((r, c) for longest, r, c in SHAPES if layout.max_len <= longest)
+    shapes = ((r, c) for longest, r, c in SHAPES if max_len <= longest)
     requests, columns = (1, TILE) if listed else next(shapes, (1, LONG))
-    column_tiles = max(-(-layout.max_len // columns), 1)
-    parts = layout.max_len > columns
+    column_tiles = max(-(-max_len // columns), 1)
+    parts = max_len > columns
     programs = len(layout.tiles) or -(-layout.num_reqs // requests) * column_tiles
     at = addresses(batch.packed, layout, batch.device_tokens)
     device = batch.device
+
+    def token_ids() -> torch.Tensor:
+        return static_tokens(batch.packed, layout) if fixed else batch.token_ids
+
     sums = slots
     if parts:
         sums = torch.empty(programs, dtype=torch.int64, device=device)
@@ -51,9 +59,9 @@ def write(
             writing.sum_tiles,
             device,
             programs,
-            lambda: (batch.token_ids, batch.offsets, batch.prefix_lens, batch.tiles, sums),
+            lambda: (token_ids(), batch.offsets, batch.prefix_lens, batch.tiles, sums),
             (at.token_ids, at.offsets, at.prefix_lens, at.tiles, sums.data_ptr()),
-            (layout.num_tokens, layout.num_reqs, column_tiles),
+            (num_tokens, layout.num_reqs, column_tiles),
             (listed, requests, columns),
         )
     more = [slots if tensor is None else tensor for tensor in (seeds, kv, expected, sums)]
@@ -62,7 +70,7 @@ def write(
         device,
         programs,
         lambda: (
-            batch.token_ids,
+            token_ids(),
             batch.offsets,
             batch.prefix_lens,
             batch.req_pool_indices,
@@ -81,7 +89,7 @@ def write(
             *(tensor.data_ptr() for tensor in more),
             *(tensor.data_ptr() for tensor in memory),
         ),
-        (layout.num_tokens, layout.num_reqs, column_tiles, memory.stamps.shape[0], memory.log.shape[0] - 1, launch),
+        (num_tokens, layout.num_reqs, column_tiles, memory.stamps.shape[0], memory.log.shape[0] - 1, launch),
         (listed, parts, seeds is not None, kv is not None, expected is not None, requests, columns),
     )
 

@@ -10,6 +10,7 @@ import torch
 from kv_canary import backends
 from kv_canary.guards import POOL, table
 from kv_canary.scatter import keep_until_read
+from kv_canary.snapshot import lasting_ids
 from kv_canary.violations import Violation, ViolationLog
 from ragged import RaggedBatch, RaggedLayout, RaggedTypeError
 from ragged.errors import refuses
@@ -39,7 +40,7 @@ def verify_batch(
     batch.layout.check_pool(tokens.shape)
     if batch.num_reqs:
         run = backends.resolve(backend, tokens.device)
-        launch = report.begin(batch.layout.req_ids, batch.num_tokens)
+        launch = report.begin(lasting_ids(batch.layout.req_ids, tokens.device), batch.num_tokens)
         run.verify_batch(batch, tokens, valid_lens, report.table, launch, exact)
         if tokens.is_cuda:
             keep_until_read(batch)

@@ -80,6 +80,12 @@ class CanaryViolation(RaggedError):
             self.request, self.req_id = violations[0].request, violations[0].req_id
 
 
+def violation_of(found: int, first: tuple[Any, ...]) -> CanaryViolation:
+    """The error for so many violations, which names the first ones."""
+    named, more = "; ".join(map(str, first[:NAMED])), found - len(first[:NAMED])
+    return CanaryViolation(f"kv-canary: {found} violations: {named}{f'; {more} more' if more else ''}", first)
+
+
 @attrs.frozen
 class LogFormat(Generic[V]):
     """How a log's lines are read.
@@ -208,9 +214,7 @@ class ViolationLog(Generic[V]):
         if not found:
             return
         first = (*self._first, *self._new(lines))[:NAMED]
-        named = "; ".join(map(str, first))
-        more = f"; {found - len(first)} more" if found > len(first) else ""
-        raise CanaryViolation(f"kv-canary: {found} violations: {named}{more}", first)
+        raise violation_of(found, first)
 
     def clear(self) -> None:
         """As newly allocated, in stream order; what is still on its way is forgotten."""

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_canary import GuardReport, TokenPool, ViolationLog, scatter
-from ragged import Capacity, RaggedBatch, RaggedBatchBuilder
+from kv_canary import GuardReport, KVCanary, TokenPool, ViolationLog, scatter
+from ragged import Capacity, RaggedBatch, RaggedBatchBuilder, RaggedValueError
 from tests.strategies import Model, models
 
 CAPACITY = Capacity(max_reqs=9, max_tokens=80)
@@ -28,10 +28,8 @@ class Recorded:
     def capture(self) -> Iterator[None]:
         from kv_canary import launching
 
-        def record(
-            kernel: Any, _: Any, programs: int, tensors: Any, __: Any, sizes: Any, constants: Any, **___: Any
-        ) -> None:
-            given = tensors()
+        def record(kernel: Any, _: Any, programs: int, tensors: Any, __: Any, *rest: Any, **___: Any) -> None:
+            given, (sizes, constants, *_) = tensors(), rest
             self.calls.append(lambda: kernel[(programs,)](*given, *sizes, *constants))
 
         with pytest.MonkeyPatch.context() as patch:
@@ -153,3 +151,104 @@ def test_a_captured_verification_finds_what_is_wrong_when_it_is_replayed(target:
         captured.replay()
         assert [(found.row, found.column) for found in log.drain()] == [(row, 1)]
         pool.tokens[row, 1] ^= 1
+
+
+def test_a_captured_write_and_verification_stamp_and_compare_what_is_there(
+    target: Any, graph: Callable[[], Any]
+) -> None:
+    # The whole decode step of a canary in one graph: columns lie in buffers that are refilled before each replay.
+    captured = graph()
+    size, num_slots = CAPACITY.max_tokens, MAX_REQS * MAX_LEN
+    builder = RaggedBatchBuilder(device=target.device, capacity=CAPACITY, padding_row=0)
+    canary, plain = (KVCanary.allocate(num_slots, device=target.device, backend=target.backend) for _ in range(2))
+    table = torch.arange(num_slots, dtype=torch.int32, device=target.device).reshape(MAX_REQS, MAX_LEN)
+    slots, seeds, rows, lens = (
+        torch.full((n,), fill, dtype=torch.int64, device=target.device)
+        for n, fill in ((size, -1), (CAPACITY.max_reqs, -1), (CAPACITY.max_reqs, 1), (CAPACITY.max_reqs, 0))
+    )
+    batch = builder.build()
+
+    def step() -> None:
+        canary.write(batch, slots, seed_slots=seeds)
+        canary.verify(table, rows, lens)
+
+    step()
+    with captured.capture():
+        step()
+    held = dict.fromkeys(range(1, 8), 0)
+    for number in range(4):
+        lengths = {row: (row + number) % 4 if number else row for row in held}
+        taken = [row * MAX_LEN + held[row] + i for row, length in lengths.items() for i in range(length)]
+        before = [row * MAX_LEN + held[row] - 1 if held[row] else -1 for row in held]
+        tokens, starts = [[number * 10 + row] * length for row, length in lengths.items()], list(held.values())
+        builder.extend(list(held), tokens, prefix_lens=starts)
+        builder.build()
+        slots[: len(taken)] = torch.tensor(taken)
+        seeds[: len(before)] = torch.tensor(before)
+        held = {row: held[row] + lengths[row] for row in held}
+        rows[: len(held)], lens[: len(held)] = torch.tensor(list(held)), torch.tensor(list(held.values()))
+        already = canary.counts()["position"]
+        captured.replay()
+        other = RaggedBatch.from_sequences(
+            tokens, req_pool_indices=list(lengths), prefix_lens=starts, device=target.device
+        )
+        plain.write(other, taken, seed_slots=before)
+        assert torch.equal(canary.stamps, plain.stamps)
+        assert canary.counts()["position"] - already == sum(held.values())
+        assert canary.log.drain() == []
+    canary.stamps[table[3, 1].item(), 0] ^= 1
+    captured.replay()
+    assert {violation.row for violation in canary.log.drain()} == {3}
+
+
+def test_a_write_that_may_be_replayed_says_where_requests_continue(target: Any) -> None:
+    batch = RaggedBatchBuilder(device=target.device, capacity=CAPACITY, padding_row=0).build()
+    canary = KVCanary.allocate(9, device=target.device, backend=target.backend)
+    with pytest.raises(RaggedValueError, match="seed_slots must be given where a batch has a capacity"):
+        canary.write(batch, [-1] * CAPACITY.max_tokens)
+    with pytest.raises(RaggedValueError, match=r"out_cache_loc length 3 != max_tokens \(80\)"):
+        canary.write(batch, [1, 2, 3], seed_slots=[-1] * CAPACITY.max_reqs)
+
+
+@pytest.mark.gpu
+def test_what_a_replay_finds_is_not_named_by_the_requests_of_the_capture() -> None:
+    graph, log = torch.cuda.CUDAGraph(), ViolationLog.allocate("cuda")
+    pool = TokenPool.allocate(MAX_REQS, MAX_LEN, device="cuda")
+    builder = RaggedBatchBuilder(device="cuda", capacity=CAPACITY, padding_row=0)
+    pool.sync([(1, None, [11]), (2, None, [12])])
+    for row, req_id in ((1, "captured"), (2, "replayed")):
+        builder.extend([row], [[10 + row]], req_ids=[req_id])
+        batch = builder.build()
+        if row == 1:
+            pool.verify(batch, report=log)
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                pool.verify(batch, report=log)
+    pool.tokens[2, 0] ^= 1
+    graph.replay()
+    assert [(found.row, found.req_id) for found in log.drain()] == [(2, None)]
+
+
+@pytest.mark.gpu
+def test_a_replay_allocates_nothing_and_waits_for_nothing(no_sync: Any) -> None:
+    graph = torch.cuda.CUDAGraph()
+    pool, report = TokenPool.allocate(MAX_REQS, MAX_LEN, device="cuda"), GuardReport.allocate("cuda")
+    builder = RaggedBatchBuilder(device="cuda", capacity=CAPACITY, padding_row=0)
+    log, batch = ViolationLog.allocate("cuda"), builder.build()
+
+    def step() -> None:
+        pool.append(batch, report=report)
+        pool.verify(batch, report=log)
+        scatter(batch, pool.tokens, report=report)
+
+    step()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    with torch.cuda.graph(graph):
+        step()
+    assert torch.cuda.memory_allocated() == before
+    with no_sync():
+        builder.extend([1, 2], [[5], [6, 7]])
+        builder.build()
+        graph.replay()
+    assert torch.cuda.memory_allocated() == before

@@ -104,19 +104,3 @@ def agrees() -> Any:
 def busy() -> Any:
     """Keep the current stream of the GPU busy for a while; what follows queues up behind it."""
     return lambda: torch.cuda._sleep(200_000_000)
-
-
-@contextmanager
-def _no_sync() -> Iterator[None]:
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.fixture(scope="session")
-def no_sync() -> Any:
-    """``with no_sync():`` torch raises where it would wait for the GPU."""
-    return _no_sync

@@ -19,6 +19,9 @@ from ragged import (
 from ragged.staging import resolve_device
 
 POISON = -0x0BAD_70CE
+CAPTURED = (
+    "host data cannot be sent while a CUDA graph is captured: a replay would send what the staging memory holds by then"
+)
 HINT = "build the batch before the capture, and pass columns as tensors on the device"
 
 
@@ -163,9 +166,22 @@ def device_ring(monkeypatch: pytest.MonkeyPatch) -> tuple[StagingRing, list[str]
     names = iter("abcdefgh")
     monkeypatch.setattr(torch.cuda, "Event", lambda: FakeEvent(next(names), log))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr("ragged.staging.resolve_device", lambda _device: torch.device("meta"))
     ring = StagingRing("meta", num_slots=2)
     return ring, log
+
+
+def test_nothing_is_staged_while_a_graph_is_captured(
+    device_ring: Any, monkeypatch: pytest.MonkeyPatch, refused: Any
+) -> None:
+    ring, log = device_ring
+    slot = ring.acquire(16)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    for call in (lambda: ring.acquire(16), lambda: ring.send(slot, 0, 16)):
+        with refused(RaggedError, CAPTURED, note=HINT):
+            call()
+    assert log == []
 
 
 def test_a_slot_is_waited_for_before_it_is_handed_out_again(device_ring: Any) -> None:
@@ -388,7 +404,6 @@ def test_what_comes_from_the_host_is_refused_while_a_graph_is_captured(refused: 
     builder.build()
     builder.extend([1], [[5, 6]])
     torch.cuda.synchronize()
-    says = "host data cannot be sent while a CUDA graph is captured: a replay would send what the staging memory holds "
-    with torch.cuda.graph(torch.cuda.CUDAGraph()), refused(RaggedError, says + "by then", note=HINT):
+    with torch.cuda.graph(torch.cuda.CUDAGraph()), refused(RaggedError, CAPTURED, note=HINT):
         builder.build()
     assert builder.build().token_ids.tolist() == [5, 6]
