@@ -229,6 +229,11 @@ def test_what_a_replay_finds_is_not_named_by_the_requests_of_the_capture() -> No
     assert [(found.row, found.req_id) for found in log.drain()] == [(2, None)]
 
 
+def _allocations() -> int:
+    """How often memory has been taken; how much is held depends on what Python has let go of."""
+    return int(torch.cuda.memory_stats()["allocation.all.allocated"])
+
+
 @pytest.mark.gpu
 def test_a_replay_allocates_nothing_and_waits_for_nothing(no_sync: Any) -> None:
     graph = torch.cuda.CUDAGraph()
@@ -243,12 +248,12 @@ def test_a_replay_allocates_nothing_and_waits_for_nothing(no_sync: Any) -> None:
 
     step()
     torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    before = _allocations()
     with torch.cuda.graph(graph):
         step()
-    assert torch.cuda.memory_allocated() == before
+    assert _allocations() == before
     with no_sync():
         builder.extend([1, 2], [[5], [6, 7]])
         builder.build()
         graph.replay()
-    assert torch.cuda.memory_allocated() == before
+    assert _allocations() == before
