@@ -98,6 +98,11 @@ class Requests:
         """The ``count`` tokens before the last of each; all are lists, and long enough."""
         return list(map(itemgetter(slice(-1 - count, -1)), self.seqs))
 
+    def tails(self, count: int) -> list[list[Any]]:
+        """At most ``count`` last tokens of each, as a list of Python numbers."""
+        found = list(map(itemgetter(slice(-count, None)), self.seqs))
+        return found if self.all_lists else list(map(plain, found))
+
     def slices(self, starts: Sequence[int], ends: Sequence[int]) -> list[list[Any]]:
         """A stretch of each sequence, as a list of Python numbers."""
         found = [seq[start:end] for seq, start, end in zip(self.seqs, starts, ends, strict=True)]
