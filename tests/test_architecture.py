@@ -53,6 +53,7 @@ ROOMS = {
     "ragged.distributed": _room(10, "numpy", "torch"),
     "kv_canary.kinds": _room(0),
     "kv_canary.kernels": _room(0, "triton"),
+    "kv_canary.ring": _room(0, "torch"),
     "kv_canary.reference": _room(1, "ragged", "torch"),
     "kv_canary.torch_backend": _room(1, "ragged", "torch"),
     "kv_canary.triton_backend": _room(1, "ragged", "torch"),

@@ -110,20 +110,21 @@ def verify_batch(
 
     def tell(kind: int, *entry: int) -> None:
         index, freed = int(log[0, kinds.FOUND_COUNT]), int(log[0, kinds.FREED])
-        if index < freed + capacity:
+        if 0 <= index < freed + capacity:
             log[1 + index % capacity] = torch.tensor([kind, index + 1, launch, *entry])
         log[0, kinds.FOUND_COUNT] += 1
 
     for request, row in enumerate(batch.req_pool_indices.tolist()):
         start, end, prefix = bounds[request], bounds[request + 1], int(batch.prefix_lens[request])
         sound = 0 <= start <= end <= len(token_ids) and (request > 0 or start == 0)
-        if not sound or not 0 <= row < pool.shape[0] or not 0 <= prefix <= pool.shape[1]:
+        inside = 0 <= row < pool.shape[0] and 0 <= prefix <= prefix + end - start <= pool.shape[1]
+        if not sound or not inside:
             tell(kinds.UNREADABLE, request, row, prefix, start, end)
             log[0, kinds.NOT_COMPARED] += end - start if sound else 0
             continue
         valid = min(max(lens[row], 0), pool.shape[1])
         for column, token_id in enumerate(token_ids[start:end], prefix):
-            found = cells[row][column] if column < pool.shape[1] else kinds.PLACEHOLDER
+            found = cells[row][column]
             known = kinds.INT32_MIN <= token_id <= kinds.INT32_MAX and kinds.PLACEHOLDER not in (token_id, found)
             if column >= valid:
                 tell(kinds.STALE, request, row, column, token_id, found)

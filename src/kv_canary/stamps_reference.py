@@ -134,7 +134,7 @@ def _tell(
     log, capacity = memory.log, memory.log.shape[0] - 1
     index = int(log[0, kinds.FOUND_COUNT])
     log[0, kinds.FOUND_COUNT] += 1
-    if index - int(log[0, kinds.FREED]) < capacity:
+    if 0 <= index < int(log[0, kinds.FREED]) + capacity:
         line = [bits, index + 1, launch, request, row, slot, position, int(memory.state[kinds.STATE_STEP])]
         line += [token, wanted, found, expected, stored]
         log[1 + index % capacity, : len(line)] = torch.tensor(line, dtype=torch.int64)

@@ -6,6 +6,7 @@ import torch
 
 from kv_canary import kinds
 from kv_canary.mixing import mix_all, mix_words
+from kv_canary.ring import claim
 from kv_canary.stamping import Checks, Memory, Pooled, Turn
 from ragged import RaggedBatch
 
@@ -168,17 +169,10 @@ def _behind(stamps: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
 
 def _tell(memory: Memory, launch: int, bits: torch.Tensor, *columns: torch.Tensor) -> None:
     """Count what is wrong, and store it while the ring has room; columns from the request on, without the step."""
-    culprits = bits.nonzero().flatten()
-    if not len(culprits):
-        return
     log = memory.log
-    capacity, (count, freed) = log.shape[0] - 1, log[0, : kinds.FREED + 1].tolist()
-    stored = culprits[: max(capacity - (count - freed), 0)]
-    index = count + torch.arange(len(stored), dtype=torch.int64, device=log.device)
-    lines = 1 + index % capacity
-    log[lines, kinds.ENTRY_KIND] = bits[stored].to(torch.int64)
-    log[lines, kinds.ENTRY_INDEX] = index + 1
-    log[lines, kinds.ENTRY_LAUNCH] = launch
+    lines, stored = claim(log, launch, bits > 0, bits)
+    if not len(stored):
+        return
     log[lines, kinds.STAMP_STEP] = memory.state[kinds.STATE_STEP]
     none = torch.full_like(bits, -1, dtype=torch.int64)
     nothing = torch.zeros_like(none)
@@ -187,4 +181,3 @@ def _tell(memory: Memory, launch: int, bits: torch.Tensor, *columns: torch.Tenso
     at = (kinds.ENTRY_REQUEST, kinds.STAMP_ROW, kinds.STAMP_SLOT, kinds.STAMP_AT, *fields)
     for column, values in zip(at, all_columns, strict=True):
         log[lines, column] = values[stored]
-    log[0, kinds.FOUND_COUNT] += len(culprits)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from kv_canary import kinds
+from kv_canary.ring import claim
 from ragged import RaggedBatch
 from ragged.packing import Views
 
@@ -92,7 +93,7 @@ def verify_batch(
     max_context_len = pool.shape[1]
     starts, ends, rows, prefixes = batch.offsets[:-1], batch.offsets[1:], batch.req_pool_indices, batch.prefix_lens
     requests = torch.arange(batch.num_reqs, dtype=torch.int64, device=pool.device)
-    good = _followed(batch, pool.shape)
+    good = _followed(batch, pool.shape) & (ends - starts <= max_context_len - prefixes)
     lost = torch.where(_good_offsets(batch), ends - starts, 0)
     lengths = torch.where(good, ends - starts, 0)
     valid = torch.where(good, valid_lens[torch.where(good, rows, 0)].clamp(0, max_context_len), 0)
@@ -102,8 +103,7 @@ def verify_batch(
     index = torch.arange(total, dtype=torch.int64, device=pool.device) - (lengths.cumsum(0) - lengths)[owners]
     token_ids, columns, whose = batch.token_ids[starts[owners] + index], prefixes[owners] + index, rows[owners]
     short = _narrow(token_ids)
-    beyond = columns >= max_context_len
-    cells = torch.where(beyond, kinds.PLACEHOLDER, pool[whose, torch.where(beyond, 0, columns)])
+    cells = pool[whose, columns]
     stale = columns >= valid[owners]
     unknown = (short == kinds.PLACEHOLDER) | (cells == kinds.PLACEHOLDER)
     wrong = ~stale & ~unknown & (short != cells)
@@ -138,19 +138,11 @@ def _followed(batch: RaggedBatch | Views, pool_shape: Sequence[int]) -> torch.Te
 
 def _add_violations(log: torch.Tensor, launch: int, kind: int, wrong: torch.Tensor, *columns: torch.Tensor) -> None:
     """Count what is wrong, and store it while the ring has room; ``columns`` are request, row, column, and so on."""
-    culprits = wrong.nonzero().flatten()
-    if not len(culprits):
+    lines, stored = claim(log, launch, wrong, kind)
+    if not len(stored):
         return
-    capacity, (count, freed) = log.shape[0] - 1, log[0, : kinds.FREED + 1].tolist()
-    stored = culprits[: max(capacity - (count - freed), 0)]
-    index = count + torch.arange(len(stored), dtype=torch.int64, device=log.device)
-    lines = 1 + index % capacity
-    log[lines, kinds.ENTRY_KIND] = kind
-    log[lines, kinds.ENTRY_INDEX] = index + 1
-    log[lines, kinds.ENTRY_LAUNCH] = launch
     for column, values in enumerate(columns, kinds.ENTRY_REQUEST):
         log[lines, column] = values[stored]
-    log[0, kinds.FOUND_COUNT] += len(culprits)
 
 
 def _fits(token_ids: torch.Tensor) -> torch.Tensor:

@@ -200,3 +200,17 @@ def test_a_long_request_is_stamped_in_parallel_as_in_a_walk(target: Any, length:
     with run_of(target) as run:
         write_both(target, run, step, ((), ()), (ours, oracle), 1)
     assert torch.equal(ours.whole.cpu(), oracle.whole)
+
+
+@pytest.mark.parametrize(("found", "freed"), [(-5, 0), (-(2**63), 2), (2**63 - 1, 2**62), (3, 2**63 - 1)])
+def test_a_header_that_was_overwritten_leads_nowhere_outside_the_ring(target: Any, found: int, freed: int) -> None:
+    side = Side(16, target.device)
+    memory = torch.full((3 + 1 + 4 + 3, kinds.STAMP_COLUMNS), -9, dtype=torch.int64, device=target.device)
+    log = memory[3:-3].zero_()
+    log[0, kinds.FOUND_COUNT], log[0, kinds.FREED] = found, freed
+    batch = target.batch([range(10)], [1])
+    with run_of(target) as run:
+        slots = target.ints([99] * 10)  # each outside, each a violation
+        run.write(batch, slots, None, None, None, side.memory._replace(log=log), 1)
+    assert bool((memory[:3] == -9).all()) and bool((memory[-3:] == -9).all())
+    assert not bool(log[0, kinds.FREED + 1 :].any())

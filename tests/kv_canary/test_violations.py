@@ -7,7 +7,7 @@ import torch
 
 from kv_canary import CanaryViolation, ViolationLog, backends, kinds
 from kv_canary.snapshot import KEPT_LAUNCHES
-from kv_canary.violations import Violation
+from kv_canary.violations import TOKENS, Violation
 
 
 def find(target: Any, log: ViolationLog[Any], number: int, req_id: object = None) -> None:
@@ -54,6 +54,21 @@ def test_a_ring_of_four_keeps_the_first_and_counts_all(target: Any, launches: li
     assert all((v.kind, v.row, v.found) == ("token", 1, 0) and v.expected == v.column + 1 for v in given)
     assert log.drain() == []
     assert log.compared() == sum(launches)
+
+
+HEADERS = [(-5, 0), (-(2**63), 2), (2**63 - 1, 2**62), (3, 2**63 - 1), (3, -(2**63)), (-1, -1)]
+"""What may stand where a log counts: found, freed."""
+
+
+@pytest.mark.parametrize(("found", "freed"), HEADERS)
+def test_a_header_that_was_overwritten_leads_nowhere_outside_the_ring(target: Any, found: int, freed: int) -> None:
+    memory = torch.full((3 + 1 + 4 + 3, kinds.VIOLATION_COLUMNS), -9, dtype=torch.int64, device=target.device)
+    log = ViolationLog(memory[3:-3].zero_(), TOKENS)
+    log.table[0, kinds.FOUND_COUNT], log.table[0, kinds.FREED] = found, freed
+    header = log.table[0, kinds.NOT_COMPARED + 1 :].clone()
+    find(target, log, 10)
+    assert bool((memory[:3] == -9).all()) and bool((memory[-3:] == -9).all())
+    assert torch.equal(log.table[0, kinds.NOT_COMPARED + 1 :], header)
 
 
 def test_what_is_read_frees_its_place_and_is_given_once(target: Any) -> None:

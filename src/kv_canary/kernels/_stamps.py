@@ -5,11 +5,10 @@ import triton.language as tl
 
 from kv_canary import kinds
 from kv_canary.kernels._mix import mix
+from kv_canary.kernels._ring import claim
 
 WIDTH = tl.constexpr(kinds.STAMP_COLUMNS)
 FIELDS = tl.constexpr(kinds.STAMP_FIELDS)
-FOUND_COUNT = tl.constexpr(kinds.FOUND_COUNT)
-FREED = tl.constexpr(kinds.FREED)
 COUNTER_LINES = tl.constexpr(kinds.COUNTER_LINES)
 COUNTERS = tl.constexpr(kinds.COUNTERS)
 COMPARED_CHAIN = tl.constexpr(kinds.COMPARED_CHAIN)
@@ -24,10 +23,6 @@ TOKEN_BIT = tl.constexpr(kinds.TOKEN_BIT)
 KV_BIT = tl.constexpr(kinds.KV_BIT)
 SLOT_BIT = tl.constexpr(kinds.SLOT)
 ANCHOR = tl.constexpr(kinds.ANCHOR)
-ENTRY_KIND = tl.constexpr(kinds.ENTRY_KIND)
-ENTRY_INDEX = tl.constexpr(kinds.ENTRY_INDEX)
-ENTRY_LAUNCH = tl.constexpr(kinds.ENTRY_LAUNCH)
-ENTRY_REQUEST = tl.constexpr(kinds.ENTRY_REQUEST)
 STEP = tl.constexpr(kinds.STATE_STEP)
 PLACEHOLDER = tl.constexpr(kinds.PLACEHOLDER)
 
@@ -84,18 +79,11 @@ def note(
     stored_token, expected_token, stored_hash, expected_hash, stored_position,
 ):  # fmt: skip
     """Count every wrong lane, and store it while the ring has room. All are int64 of one shape."""
-    zero = tl.zeros_like(slot)
-    index = tl.atomic_add(log_ptr + FOUND_COUNT + zero, zero + 1, mask=wrong)
-    stored = wrong & (index - tl.load(log_ptr + FREED) < capacity)
-    line = log_ptr + (1 + tl.where(stored, index, 0) % capacity) * WIDTH
-    tl.store(line + ENTRY_KIND, bits, mask=stored)
-    tl.store(line + ENTRY_INDEX, index + 1, mask=stored)
-    tl.store(line + ENTRY_LAUNCH, zero + launch, mask=stored)
-    tl.store(line + ENTRY_REQUEST, request, mask=stored)
+    line, stored = claim(log_ptr, capacity, launch, wrong, bits, request, WIDTH)
     tl.store(line + 4, row, mask=stored)  # kinds.STAMP_ROW and the following, in their order
     tl.store(line + 5, slot, mask=stored)
     tl.store(line + 6, position, mask=stored)
-    tl.store(line + 7, zero + tl.load(state_ptr + STEP), mask=stored)
+    tl.store(line + 7, tl.zeros_like(slot) + tl.load(state_ptr + STEP), mask=stored)
     tl.store(line + 8, stored_token, mask=stored)
     tl.store(line + 9, expected_token, mask=stored)
     tl.store(line + 10, stored_hash, mask=stored)

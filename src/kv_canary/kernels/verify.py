@@ -9,23 +9,18 @@ import triton.language as tl
 
 from kv_canary import kinds
 from kv_canary.kernels._guards import narrow, offsets_ok, prefix_ok, row_ok, tile_ok
+from kv_canary.kernels._ring import claim
 
 MISMATCH = tl.constexpr(kinds.MISMATCH)
 STALE = tl.constexpr(kinds.STALE)
 LENGTH = tl.constexpr(kinds.LENGTH)
 UNREADABLE = tl.constexpr(kinds.UNREADABLE)
 WIDTH = tl.constexpr(kinds.VIOLATION_COLUMNS)
-FOUND_COUNT = tl.constexpr(kinds.FOUND_COUNT)
-FREED = tl.constexpr(kinds.FREED)
 NOT_COMPARED = tl.constexpr(kinds.NOT_COMPARED)
-ENTRY_KIND = tl.constexpr(kinds.ENTRY_KIND)
-ENTRY_INDEX = tl.constexpr(kinds.ENTRY_INDEX)
-ENTRY_REQUEST = tl.constexpr(kinds.ENTRY_REQUEST)
 ENTRY_ROW = tl.constexpr(kinds.ENTRY_ROW)
 ENTRY_COLUMN = tl.constexpr(kinds.ENTRY_COLUMN)
 ENTRY_EXPECTED = tl.constexpr(kinds.ENTRY_EXPECTED)
 ENTRY_FOUND = tl.constexpr(kinds.ENTRY_FOUND)
-ENTRY_LAUNCH = tl.constexpr(kinds.ENTRY_LAUNCH)
 PLACEHOLDER = tl.constexpr(kinds.PLACEHOLDER)
 
 SIZES = [
@@ -41,19 +36,18 @@ POINTERS = [
 @triton.jit
 def add_violations(log_ptr, capacity, launch, KIND: tl.constexpr, wrong, request, row, column, expected, found):
     """Count every wrong lane, and store it while the ring has room. All are int64 of one shape."""
-    zero = tl.zeros_like(request)
-    index = tl.atomic_add(log_ptr + FOUND_COUNT + zero, zero + 1, mask=wrong)
-    freed = tl.load(log_ptr + FREED)
-    stored = wrong & (index - freed < capacity)
-    line = log_ptr + (1 + tl.where(stored, index, 0) % capacity) * WIDTH
-    tl.store(line + ENTRY_KIND, zero + KIND, mask=stored)
-    tl.store(line + ENTRY_INDEX, index + 1, mask=stored)
-    tl.store(line + ENTRY_REQUEST, request, mask=stored)
+    line, stored = claim(log_ptr, capacity, launch, wrong, tl.zeros_like(request) + KIND, request, WIDTH)
     tl.store(line + ENTRY_ROW, row, mask=stored)
     tl.store(line + ENTRY_COLUMN, column, mask=stored)
     tl.store(line + ENTRY_EXPECTED, expected, mask=stored)
     tl.store(line + ENTRY_FOUND, found, mask=stored)
-    tl.store(line + ENTRY_LAUNCH, zero + launch, mask=stored)
+
+
+@triton.jit
+def followed(good_offsets, starts, ends, rows, prefixes, max_reqs, max_context_len):
+    """Requests that lie inside of the pool, to their ends."""
+    inside = row_ok(rows, max_reqs) & prefix_ok(prefixes, max_context_len)
+    return good_offsets & inside & (ends - starts <= max_context_len - prefixes)
 
 
 @triton.jit
@@ -76,7 +70,7 @@ def verify_requests(
     rows = tl.load(rows_ptr + requests, mask=inside, other=0)  # [BLOCK] int64
     prefixes = tl.load(prefix_lens_ptr + requests, mask=inside, other=0)  # [BLOCK] int64
     good_offsets = offsets_ok(requests, starts, ends, num_tokens)
-    good = good_offsets & row_ok(rows, max_reqs) & prefix_ok(prefixes, max_context_len)
+    good = followed(good_offsets, starts, ends, rows, prefixes, max_reqs, max_context_len)
     bad = inside & ~good
     valid = readable_columns(valid_lens_ptr, rows, inside & good, max_context_len)  # [BLOCK] int64
     last = prefixes + ends - starts  # [BLOCK] int64
@@ -125,8 +119,8 @@ def verify_tiles(
         ends = tl.load(offsets_ptr + requests + 1, mask=inside, other=0)  # [REQUESTS] int64
         rows = tl.load(rows_ptr + requests, mask=inside, other=0)  # [REQUESTS] int64
         prefixes = tl.load(prefix_lens_ptr + requests, mask=inside, other=0)  # [REQUESTS] int64
-        good = offsets_ok(requests, starts, ends, num_tokens) & row_ok(rows, max_reqs)
-        good = good & prefix_ok(prefixes, max_context_len)
+        good_offsets = offsets_ok(requests, starts, ends, num_tokens)
+        good = followed(good_offsets, starts, ends, rows, prefixes, max_reqs, max_context_len)
         valid = readable_columns(valid_lens_ptr, rows, inside & good, max_context_len)  # [REQUESTS] int64
         lengths = tl.where(inside & good, ends - starts, 0)
         index = column_tile * COLUMNS + tl.arange(0, COLUMNS)[None, :]  # [1, COLUMNS] int64
@@ -134,9 +128,7 @@ def verify_tiles(
         columns = prefixes[:, None] + index  # [REQUESTS, COLUMNS] int64
         token_ids = tl.load(flat_ptr + starts[:, None] + index, mask=owned, other=0)  # [REQUESTS, COLUMNS] int64
         cells = tl.load(
-            pool_ptr + (rows * row_stride + prefixes)[:, None] + index,
-            mask=owned & (columns < max_context_len),
-            other=PLACEHOLDER,
+            pool_ptr + (rows * row_stride + prefixes)[:, None] + index, mask=owned, other=PLACEHOLDER
         )  # [REQUESTS, COLUMNS] int32
 
         # check
