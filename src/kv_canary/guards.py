@@ -53,6 +53,15 @@ STAMPS: list[Rule] = [
 ]
 """What a canary's stamps must be: kernels take each as a sector of 32 bytes."""
 
+LOG: list[Rule] = [
+    IsDense("log"),
+    HasNDim("log", 2),
+    HasDtype("log"),
+    IsContiguous("log"),
+    HasColumns("log", VIOLATION_COLUMNS, least_rows=2),
+]
+"""What the table of a log of token violations must be: kernels take it as a header and a ring of one line at least."""
+
 
 def _num_reqs(arrays: Arrays) -> int:
     return int(arrays["req_pool_indices"].shape[0])
@@ -129,12 +138,14 @@ VERIFY: list[Rule] = [
     *PREFIX,
     *OURS,
     *PREFIX_OURS,
-    *(rule for name in ("valid_lens", "log") for rule in (IsDense(name), HasDtype(name), IsContiguous(name))),
+    IsDense("valid_lens"),
     HasNDim("valid_lens", 1),
+    HasDtype("valid_lens"),
+    IsContiguous("valid_lens"),
     HasLength("valid_lens", "max_reqs", lambda arrays: int(arrays["pool_out"].shape[0])),
-    HasNDim("log", 2),
-    HasColumns("log", VIOLATION_COLUMNS),
+    *LOG,
     *(OnDevice(name, "pool_out", _pool_device) for name in ("valid_lens", "log")),
+    *(NoOverlap("log", name) for name in (*INPUTS, OPTIONAL, "pool_out", "valid_lens")),
 ]
 """What a verification of plain tensors needs: a scatter's inputs, valid lengths, and a log's table."""
 

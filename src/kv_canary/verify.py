@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from kv_canary import backends
-from kv_canary.guards import POOL, table
+from kv_canary.guards import LOG, POOL, table
 from kv_canary.scatter import keep_until_read
 from kv_canary.snapshot import lasting_ids
 from kv_canary.violations import Violation, ViolationLog
@@ -35,8 +35,9 @@ def verify_batch(
     elif not isinstance(report, ViolationLog):
         got = type(report).__name__
         raise RaggedTypeError(f"{POOL}report must be a ViolationLog, got {got}", argument="report", got=got)
-    arrays = {"report": report.table, "batch": batch.packed}
+    arrays = {"log": report.table, "report": report.table, "batch": batch.packed}
     apply([OnDevice(name, "the pool", lambda _: tokens.device) for name in ("batch", "report")], arrays, where=POOL)
+    apply(LOG, arrays, where=POOL)
     batch.layout.check_pool(tokens.shape)
     if batch.num_reqs:
         run = backends.resolve(backend, tokens.device)

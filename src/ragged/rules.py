@@ -197,17 +197,20 @@ class HasOwnRows:
 
 @attrs.frozen
 class HasColumns:
-    """``argument``, 2-D, has so many columns."""
+    """``argument``, 2-D, has so many columns, and rows enough."""
 
     argument: str
     columns: int
+    least_rows: int = 0
 
     def broken(self, arrays: Arrays) -> RaggedError | None:
-        got = int(arrays[self.argument].shape[1])
-        if got == self.columns:
+        rows, columns = _shape(arrays[self.argument])
+        if columns == self.columns and rows >= self.least_rows:
             return None
-        says = f"{self.argument} must have {self.columns} columns, got {got}"
-        return RaggedValueError(says, argument=self.argument, got=got, bound=self.columns)
+        which = "columns" if columns != self.columns else "rows at least"
+        got, bound = (columns, self.columns) if columns != self.columns else (rows, self.least_rows)
+        says = f"{self.argument} must have {bound} {which}, got {got}"
+        return RaggedValueError(says, argument=self.argument, got=got, bound=bound)
 
 
 @attrs.frozen

@@ -143,6 +143,7 @@ def test_compiled_code_finds_what_eager_code_finds(device: str) -> None:
         ("offsets", 1, 2**40, {0, 1}),
         ("offsets", 0, -3, {0}),
         ("offsets", 2, 1, {1, 2}),
+        ("prefix_lens", 0, 6, {0}),
     ],
 )
 def test_a_request_that_leads_outside_is_named_and_not_followed(
@@ -173,8 +174,33 @@ def test_what_verify_takes_is_checked_when_the_compiled_code_runs() -> None:
         verified(compiled, pool, given)
 
 
+def test_what_is_no_log_is_refused_by_the_operator() -> None:
+    pool, given = pooled("cpu")
+    columns, verify = tuple(given.values()), torch.ops.kv_canary.verify_req_token_ids
+    for rows, says in ((0, "log must have 2 rows at least, got 0"), (1, "log must have 2 rows at least, got 1")):
+        with pytest.raises(RaggedValueError, match=f"^kv-canary: {says}"):
+            verify(*columns, pool.tokens, pool.valid_lens, torch.zeros(rows, 8, dtype=torch.int64), True)
+    with pytest.raises(RaggedValueError, match=r"^kv-canary: log must have 8 columns, got 7"):
+        verify(*columns, pool.tokens, pool.valid_lens, torch.zeros(4, 7, dtype=torch.int64), True)
+    memory = torch.zeros(40, dtype=torch.int64)
+    for name in given:
+        aliased = memory[8 : 8 + len(given[name])].copy_(given[name])
+        with pytest.raises(RaggedValueError, match=f"^kv-canary: log shares memory with {name}"):
+            verify(*(given | {name: aliased}).values(), pool.tokens, pool.valid_lens, memory.view(5, 8), True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_request_longer_than_a_row_is_a_violation_and_its_neighbours_are_compared(device: str) -> None:
+    pool, given = pooled(device)
+    long = [11, 12, 13, *range(2000)]
+    given["flat_in"] = torch.tensor([*long, 21, 23], device=device)
+    given["offsets"] = torch.tensor([0, len(long), len(long) + 2, len(long) + 2], device=device)
+    found = [("request", 0, 1, 0, 0, len(long)), ("token", 1, 3, 1, 23, 22)]
+    assert verified(ops.verify_req_token_ids, pool, given) == found
+
+
 @pytest.mark.interpreter
-@pytest.mark.parametrize("values", [[2, 0], [2, 2**40], [-1, 1], [5, 0]])
+@pytest.mark.parametrize("values", [[2, 0], [2, 2**40], [-1, 1], [5, 0], [2, 7]])
 def test_the_kernel_finds_in_plain_tensors_what_torch_finds(values: list[int]) -> None:
     from kv_canary import torch_backend, triton_backend
 

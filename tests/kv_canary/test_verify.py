@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_canary import TokenPool, Violation, ViolationLog, backends, kinds, reference, verify_tokens
+from kv_canary import KVCanary, TokenPool, Violation, ViolationLog, backends, kinds, reference, verify_tokens
 from ragged import RaggedBatch, RaggedTypeError, RaggedValueError
 
 INT64 = st.sampled_from([-(2**63), -(2**40), -1, 0, 1, 2, 5, 6, 7, 2**31, 2**40, 2**63 - 1])
@@ -152,6 +152,8 @@ def test_what_is_no_log_of_this_device_is_refused(target: Any) -> None:
     batch = target.batch([[1]], [1])
     with pytest.raises(RaggedTypeError, match="kv-canary: report must be a ViolationLog, got str"):
         pool.verify(batch, report="log")  # type: ignore[arg-type]
+    with pytest.raises(RaggedValueError, match="kv-canary: log must have 8 columns, got 16"):
+        pool.verify(batch, report=KVCanary.allocate(4, device=target.device).log)
     with pytest.raises(RaggedValueError, match="req_pool_indices must be below max_reqs 3, got 3 at request 0"):
         pool.verify(target.batch([[1]], [3]))
     if target.device == "cuda":
